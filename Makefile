@@ -1,0 +1,40 @@
+# make install   .venv with everything for the demo and the tests
+# make demo      rotary against learned positions, end to end, on real text
+# make test      linter, type checker and every test
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+ROFORMER := $(BIN)/roformer
+
+.PHONY: install demo demo-clean lint test golden
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,test]'
+	touch $@
+
+demo: install
+	$(BIN)/python -m launch.demo data/demo/text
+	$(ROFORMER) tokenizer configs/demo.yaml
+	$(ROFORMER) shards configs/demo.yaml
+	$(ROFORMER) plan configs/demo.yaml
+	$(ROFORMER) compare configs/demo.yaml
+
+demo-clean:
+	rm -rf data/demo data/demo.* runs/demo
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# write the resolved configs anew, after a wanted change of a default
+golden: install
+	$(BIN)/python -m tests.configs.golden

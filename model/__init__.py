@@ -1,0 +1,1 @@
+"""RoFormer and its absolute-position baselines: positions, attention, encoder, heads, kernels."""

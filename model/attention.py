@@ -1,0 +1,79 @@
+"""Self-attention over packed documents (eq. 2): each piece of text sees itself only.
+
+A core is what happens between the projections: core(q, k, v, rotate=..., lengths=...). It applies
+the rotation itself, since not every attention rotates what the projection gives.
+
+Shapes: T tokens, C hidden size, H heads, D head size, S selected tokens; B pieces of L tokens.
+"""
+
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.config import ModelConfig
+from model.positions import Rotate
+
+
+class SoftmaxCore(nn.Module):
+    """Scaled dot products and softmax."""
+
+    def __init__(self, config: ModelConfig, *, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.dropout = config.attention_dropout
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        *,
+        rotate: Rotate | None,
+        lengths: tuple[int, ...],
+    ) -> Tensor:
+        """Attend within each piece of the pack; the lengths sum to T. Values are not rotated."""
+        if rotate is not None:
+            q_THD, k_THD = rotate(q_THD), rotate(k_THD)
+        # Neighbours of one length share a call. No padding, no mask: every product is a needed one.
+        runs = [(length, len(list(pieces))) for length, pieces in groupby(lengths)]
+        sizes = [length * count for length, count in runs]
+        out = []
+        for (length, _), *qkv in zip(
+            runs, q_THD.split(sizes), k_THD.split(sizes), v_THD.split(sizes), strict=True
+        ):
+            q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in qkv)  # [B, H, L, D]
+            context_BHLD = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=self.causal
+            )
+            out.append(context_BHLD.transpose(1, 2).flatten(0, 1))
+        return torch.cat(out) if out else v_THD
+
+
+CORES: dict[str, type[SoftmaxCore]] = {"softmax": SoftmaxCore}
+
+
+class SelfAttention(nn.Module):
+    """One projection to queries, keys and values of all heads, a core, and one projection back."""
+
+    def __init__(self, config: ModelConfig, *, causal: bool) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.core = CORES[config.attention](config, causal=causal)
+        self.output = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(
+        self,
+        x_TC: Tensor,
+        *,
+        rotate: Rotate | None,
+        lengths: tuple[int, ...],
+        select: Tensor | None = None,
+    ) -> Tensor:
+        """Return the attention's output [T, C], or [S, C] of the selected tokens."""
+        qkv_T3HD = self.qkv(x_TC).unflatten(-1, (3, self.num_heads, -1))
+        context_THD = self.core(*qkv_T3HD.unbind(1), rotate=rotate, lengths=lengths)
+        context_TC = context_THD.flatten(1)
+        return self.output(context_TC if select is None else context_TC.index_select(0, select))

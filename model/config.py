@@ -1,0 +1,70 @@
+"""Configuration of the model; torch-free, so that reading a config stays cheap."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: strict and unchangeable."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, message) for values that are well-typed but do not fit together."""
+        yield from ()
+
+
+class ModelConfig(Section):
+    """Sizes and kinds of a post-LayerNorm encoder; the defaults are the paper's base model."""
+
+    positions: Literal["rope", "learned", "sinusoidal", "none"] = "rope"
+    """How the model learns the order of tokens."""
+    attention: Literal["softmax"] = "softmax"
+    num_layers: PositiveInt = 12
+    hidden_size: PositiveInt = 768
+    num_heads: PositiveInt = 12
+    intermediate_size: PositiveInt = 3072
+    """Width of the feed-forward layer."""
+    max_positions: PositiveInt = 512
+    """Longest piece of text, in tokens."""
+    type_vocab_size: PositiveInt = 2
+    """Number of token types (segments)."""
+    dropout: Probability = 0.1
+    """Of the embeddings and of what each sublayer adds."""
+    attention_dropout: Probability = 0.0
+    """Of the attention weights; above 0 the fused CPU and varlen kernels cannot be used."""
+    layer_norm_eps: PositiveFloat = 1e-12
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of initial matrices and embeddings."""
+    rope_base: PositiveFloat = 10000.0
+    """Wavelength base of the rotary frequencies, theta_i = base^(-2i/d)."""
+
+    @property
+    def head_size(self) -> int:
+        """Features of one attention head."""
+        return self.hidden_size // self.num_heads
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield what the sizes do not allow."""
+        if self.hidden_size % self.num_heads:
+            yield (
+                "hidden_size",
+                f"{self.hidden_size} is not a multiple of num_heads={self.num_heads}",
+            )
+        elif self.positions == "rope" and self.head_size % 2:
+            yield (
+                "hidden_size",
+                f"positions=rope turns pairs of features, but hidden_size={self.hidden_size} over "
+                f"num_heads={self.num_heads} gives heads of {self.head_size}, an odd size",
+            )
+        elif self.positions == "sinusoidal" and self.hidden_size % 2:
+            yield (
+                "hidden_size",
+                f"positions=sinusoidal needs an even size, got {self.hidden_size}",
+            )

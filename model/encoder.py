@@ -1,0 +1,132 @@
+"""RoFormer: BERT's post-LayerNorm encoder, with the order of tokens given by rotation.
+
+Notable:
+- embeddings are words + token types, then LayerNorm and dropout; no position vectors with rope
+- rotary positions turn queries and keys in every layer (eq. 14-16), values never
+- exact (erf) GELU, biases everywhere, LayerNorm after each residual sum
+- tokens are packed flat: no padding exists, documents attend to themselves only
+- what follows the last attention is computed only for the tokens that somebody asks for
+
+Shapes: T tokens of the pack, C hidden size, S selected tokens.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from model.attention import SelfAttention
+from model.config import ModelConfig
+from model.positions import POSITIONS, Rotate
+
+
+class FeedForward(nn.Module):
+    """Two projections with GELU between them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x_TC: Tensor) -> Tensor:
+        """Map every token by itself."""
+        return self.down(F.gelu(self.up(x_TC)))
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each added to its input and normalised after (post-LN)."""
+
+    def __init__(self, config: ModelConfig, *, causal: bool) -> None:
+        super().__init__()
+        self.attention = SelfAttention(config, causal=causal)
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x_TC: Tensor,
+        rotate: Rotate | None,
+        lengths: tuple[int, ...],
+        select: Tensor | None = None,
+    ) -> Tensor:
+        """Return the layer's output [T, C], or [S, C] of the selected tokens."""
+        attended = self.attention(x_TC, rotate=rotate, lengths=lengths, select=select)
+        x = x_TC if select is None else x_TC.index_select(0, select)
+        x = self.attention_norm(x + self.dropout(attended))
+        return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
+
+
+class Embeddings(nn.Module):
+    """Words, token types and, for the absolute kinds, positions; then LayerNorm and dropout."""
+
+    def __init__(self, config: ModelConfig, *, vocab_size: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocab_size, config.hidden_size)
+        self.token_types = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.positions = POSITIONS[config.positions](config)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, input_ids_T: Tensor, positions_T: Tensor, token_types_T: Tensor | None
+    ) -> Tensor:
+        """Return the input of the first layer [T, C]; without token types all are of type 0."""
+        if token_types_T is None:
+            token_types_T = positions_T.new_zeros(1)
+        x_TC = self.words(input_ids_T) + self.token_types(token_types_T)
+        return self.dropout(self.norm(self.positions.embed(x_TC, positions_T)))
+
+
+class RoFormer(nn.Module):
+    """The encoder."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        vocab_size: int,
+        causal: bool = False,
+        checkpoint_layers: bool = False,
+    ) -> None:
+        """Build it with torch's own initial values; see `model.initialize` for the paper's.
+
+        causal: tokens see only those before them. checkpoint_layers: keep only the layers' inputs
+        for the backward pass and compute the rest again.
+        """
+        super().__init__()
+        self.config = config
+        self.embeddings = Embeddings(config, vocab_size=vocab_size)
+        self.layers = nn.ModuleList(Layer(config, causal=causal) for _ in range(config.num_layers))
+        self.checkpoint_layers = checkpoint_layers
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        lengths: tuple[int, ...],
+        token_types: Tensor | None = None,
+        *,
+        select: Tensor | None = None,
+    ) -> Tensor:
+        """Encode packed documents: input_ids [T] to hidden states [T, C].
+
+        positions [T] restart at each piece of text. lengths: tokens of each piece, summing to T; a
+        tuple, so that no device is waited for. token_types [T]: all 0 by default. select [S]: the
+        tokens to return, as [S, C]; all by default. ValueError for a piece over max_positions.
+        """
+        longest = max(lengths, default=0)
+        if longest > self.config.max_positions:
+            raise ValueError(
+                f"a piece of text has {longest} tokens, but model.max_positions is "
+                f"{self.config.max_positions}"
+            )
+        x = self.embeddings(input_ids, positions, token_types)
+        rotate = self.embeddings.positions.rotation(positions)
+        for layer in self.layers:
+            selected = select if layer is self.layers[-1] else None
+            if self.checkpoint_layers and self.training:
+                x = checkpoint(layer, x, rotate, lengths, selected, use_reentrant=False)
+            else:
+                x = layer(x, rotate, lengths, selected)
+        return x
