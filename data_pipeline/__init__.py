@@ -1,0 +1,1 @@
+"""From text to masked batches: corpus, tokenizer, shards, lanes, masking, loader."""

@@ -1,0 +1,121 @@
+"""What the model is fed: one row as an example, many as a batch without padding.
+
+L = tokens of a row, T = tokens of a batch, N = targets.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import accumulate, chain
+
+import numpy as np
+import torch
+
+from data_pipeline.lanes import Cursor, Row
+
+IGNORED = -100  # the label of a token that is no target
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A row with its targets."""
+
+    input_ids: np.ndarray
+    """int64 [L]."""
+    positions: np.ndarray
+    """int64 [L], from 0 within each piece."""
+    lengths: tuple[int, ...]
+    """Tokens of each piece; their sum is L."""
+    target_index: np.ndarray
+    """int64 [N], ascending: the places in the row where the model is asked."""
+    targets: np.ndarray
+    """int64 [N]: the right ids there."""
+    lane: int
+    cursor: Cursor
+    """The lane's place after this row."""
+    digest: int
+    """63-bit hash of input ids, labels and positions."""
+
+
+def make_example(
+    row: Row, input_ids: np.ndarray, target_index: np.ndarray, targets: np.ndarray
+) -> Example:
+    """Return the example that shows `input_ids` [L] of a row and asks for `targets` [N]."""
+    lengths = np.array(row.lengths)
+    positions = np.arange(len(input_ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    labels = np.full(len(input_ids), IGNORED)
+    labels[target_index] = targets
+    hashed = blake2b(digest_size=8)
+    for field in (input_ids, labels, positions):
+        hashed.update(field.astype("<i8", copy=False).data)
+    digest = int.from_bytes(hashed.digest(), "little") >> 1
+    return Example(
+        input_ids,
+        positions,
+        row.lengths,
+        target_index,
+        targets,
+        row.lane,
+        row.cursor,
+        digest,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows end to end; `lengths` keeps their pieces, and so attention and positions, apart."""
+
+    input_ids: torch.Tensor
+    """int64 [T]."""
+    positions: torch.Tensor
+    """int64 [T]."""
+    lengths: tuple[int, ...]
+    """Tokens of each piece; their sum is T. On the host, where kernels are chosen by it."""
+    target_index: torch.Tensor
+    """int64 [N], into the T tokens."""
+    targets: torch.Tensor
+    """int64 [N]."""
+    cursors: dict[int, Cursor]
+    """The place after the last row of each lane that has one here."""
+    digests: tuple[int, ...]
+    """Each row's, in order."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.input_ids)
+
+    @property
+    def num_targets(self) -> int:
+        """N."""
+        return len(self.targets)
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """Return the batch with its tensors on `device`."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            positions=self.positions.to(device, non_blocking=True),
+            target_index=self.target_index.to(device, non_blocking=True),
+            targets=self.targets.to(device, non_blocking=True),
+        )
+
+
+def collate(examples: Sequence[Example]) -> Batch:
+    """Join examples in order; none at all make an empty batch."""
+    starts = accumulate((len(example.input_ids) for example in examples), initial=0)
+    return Batch(
+        input_ids=_join([example.input_ids for example in examples]),
+        positions=_join([example.positions for example in examples]),
+        lengths=tuple(chain.from_iterable(example.lengths for example in examples)),
+        target_index=_join(
+            [example.target_index + start for example, start in zip(examples, starts, strict=False)]
+        ),
+        targets=_join([example.targets for example in examples]),
+        cursors={example.lane: example.cursor for example in examples},
+        digests=tuple(example.digest for example in examples),
+    )
+
+
+def _join(arrays: list[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *arrays]))

@@ -1,0 +1,81 @@
+"""Sections of the configuration that the data pipeline reads: `tokenizer`, `corpus`, `data`."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+
+def _as_list(value: object) -> object:
+    """Accept one source where a list of them is expected."""
+    return [value] if isinstance(value, str) else value
+
+
+Sources = Annotated[list[str], BeforeValidator(_as_list)]
+
+
+class Section(BaseModel):
+    """A frozen group of keys that refuses the ones it does not know."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, message) for what the types cannot express."""
+        yield from ()
+
+
+class TokenizerConfig(Section):
+    """Which tokenizer turns text into ids."""
+
+    kind: Literal["unigram", "bpe", "bytes"] = "unigram"
+    """SentencePiece unigram or BPE, or plain UTF-8 bytes, which need no model."""
+    model: str = "tokenizer.model"
+    """The SentencePiece model file: written by `roformer tokenizer`, read by all else."""
+    vocab_size: PositiveInt = 8000
+    """Number of pieces to train, special and byte pieces included."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """A trained tokenizer needs a file."""
+        if self.kind != "bytes" and not self.model:
+            yield "model", "is empty; name the model file, for instance tokenizer.model"
+
+
+class CorpusConfig(Section):
+    """Where the text is, and how it becomes shards."""
+
+    train: Sources = []
+    """Files (.txt, .jsonl, also .gz, .zst, .xz), folders of them and glob patterns."""
+    eval: Sources = []
+    """The held-out documents, in the same forms."""
+    text_key: str = "text"
+    """The key of a .jsonl line's text."""
+    workers: NonNegativeInt = 0
+    """Processes that tokenize; 0 takes every core."""
+    shard_mib: PositiveFloat = 64.0
+    """Size of a shard, in MiB, once there are more than `data.lanes` of them."""
+
+
+class DataConfig(Section):
+    """Which shards are trained on, and in what order."""
+
+    train: str = ""
+    """Training shards: index.json or its folder."""
+    eval: str | None = None
+    """Held-out shards, likewise; none means no evaluation."""
+    lanes: PositiveInt = 64
+    """Independent streams that fix the order of samples, whatever the machine."""
+    workers: NonNegativeInt = 0
+    """Loader processes per rank; 0 reads in the training process."""

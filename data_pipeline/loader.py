@@ -1,0 +1,168 @@
+"""The rows of one rank, in order, made by any number of loader processes.
+
+Row j of the run comes from lane j mod lanes and belongs to rank j mod world. A rank's n loader
+processes take its rows in turn, and torch's DataLoader hands them back in turn, so the order is
+kept. Where lanes is a multiple of world x n, each lane is read by one process only:
+
+    lanes = 8, world = 2, n = 2     row    0 1 2 3 4 5 6 7 8 9 ...
+                                    rank   0 1 0 1 0 1 0 1 0 1
+                                    worker 0 0 1 1 0 0 1 1 0 0
+"""
+
+import atexit
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from data_pipeline.batch import Example
+from data_pipeline.index import ShardIndex
+from data_pipeline.lanes import START, Cursor, Lane, Row, deal
+
+PREFETCHED_ROWS = 32  # per loader process; hides the reading of a shard
+
+Transform = Callable[[Row], Example]
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An error that a loader process hands over whole, where DataLoader would retell it."""
+
+    error: Exception
+
+
+class _RankRows(IterableDataset):
+    """Rows `first_row`, `first_row` + `stride`, ... of the run; each loader process takes its own.
+
+    Pure function of its arguments: it can be iterated in this process as well.
+    """
+
+    def __init__(
+        self,
+        index: ShardIndex,
+        seed: int,
+        lanes: int,
+        seq_len: int,
+        first_row: int,
+        stride: int,
+        cursors: Mapping[int, Cursor],
+        transform: Transform,
+    ) -> None:
+        self._index = index
+        self._seed = seed
+        self._num_lanes = lanes
+        self._seq_len = seq_len
+        self._first_row = first_row
+        self._stride = stride
+        self._cursors = dict(cursors)
+        self._transform = transform
+
+    def __iter__(self) -> Iterator[Example | _Failure]:
+        info = get_worker_info()
+        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        lanes: dict[int, Lane] = {}
+        try:
+            for row in count(self._first_row + worker * self._stride, num_workers * self._stride):
+                number = row % self._num_lanes
+                lane = lanes.get(number) or lanes.setdefault(number, self._open(number))
+                yield self._transform(lane.next_row(self._seq_len))
+        except (ValueError, OSError) as error:
+            yield _Failure(error)
+
+    def _open(self, number: int) -> Lane:
+        return Lane(
+            self._index,
+            seed=self._seed,
+            lane=number,
+            lanes=self._num_lanes,
+            cursor=Cursor(*self._cursors.get(number, START)),
+        )
+
+
+class TrainStream(Iterator[Example]):
+    """An endless iterator over a rank's examples; `close` ends its loader processes."""
+
+    def __init__(self, rows: _RankRows, workers: int) -> None:
+        self._loading: Any = None  # torch's iterator, which owns the loader processes
+        self._examples: Iterator[Example | _Failure]
+        if workers == 0:
+            self._examples = iter(rows)
+            return
+        loader = DataLoader(
+            rows,
+            batch_size=None,
+            num_workers=workers,
+            collate_fn=_as_is,
+            worker_init_fn=_ignore_signals,
+            prefetch_factor=PREFETCHED_ROWS,
+            multiprocessing_context="fork",
+            generator=torch.Generator(),  # its own: the global one is the model's
+        )
+        self._examples = self._loading = iter(loader)
+        # At exit multiprocessing waits for processes that, by SIGTERM alone, would never end.
+        atexit.register(self.close)
+
+    def __next__(self) -> Example:
+        example = next(self._examples)
+        if isinstance(example, _Failure):
+            self.close()
+            raise example.error
+        return example
+
+    def close(self) -> None:
+        """End the loader processes, by force those that do not answer; nothing comes after."""
+        self._examples = iter(())
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            atexit.unregister(self.close)
+            loading._shutdown_workers()
+            for process in loading._workers:
+                process.kill()  # it ignores the SIGTERM that torch has sent by now
+
+
+def open_stream(
+    index: ShardIndex,
+    *,
+    seed: int,
+    lanes: int,
+    seq_len: int,
+    rank: int,
+    world: int,
+    workers: int,
+    first_row: int,
+    cursors: Mapping[int, Cursor],
+    transform: Transform,
+) -> TrainStream:
+    """Open the rows j >= `first_row` of the run with j mod `world` == `rank`, in order.
+
+    `cursors` says where each lane goes on; one that is not in it starts at its beginning.
+    `transform` makes a row an example, in the loader process. `workers` 0 loads in this process.
+    """
+    check_split(lanes, world, workers)
+    deal(index, seed, 0, lanes)  # refuses too few shards before any process starts
+    first = first_row + (rank - first_row) % world
+    rows = _RankRows(index, seed, lanes, seq_len, first, world, cursors, transform)
+    return TrainStream(rows, workers)
+
+
+def check_split(lanes: int, world: int, workers: int) -> None:
+    """Refuse a number of lanes that ranks and loader processes cannot share out."""
+    if lanes % (world * max(workers, 1)):
+        raise ValueError(
+            f"data.lanes={lanes} is not a multiple of {world} ranks x data.workers={workers}: "
+            "change data.lanes or data.workers"
+        )
+
+
+def _as_is(example: Any) -> Any:
+    return example
+
+
+def _ignore_signals(worker: int) -> None:
+    """Outlive Ctrl-C and SIGTERM: the trainer still needs its rows to save, then closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

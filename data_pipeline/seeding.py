@@ -1,0 +1,21 @@
+"""Random numbers that depend on a key alone, not on what was drawn before.
+
+Keys of different lengths never meet, so the length of a key names its use:
+
+    (seed,)                                            documents over shards
+    (seed, epoch)                                      shards over lanes
+    (seed, epoch, shard)                               documents within a shard
+    (seed, lane, epoch, shard, document, offset)       masks of the row that starts there
+"""
+
+import struct
+from hashlib import blake2b
+
+import numpy as np
+
+
+def generator(*key: int) -> np.random.Generator:
+    """Return the counter-based generator of `key`: the same numbers on any machine."""
+    packed = struct.pack(f"<{len(key)}q", *key)
+    digest = blake2b(packed, digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
