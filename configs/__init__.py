@@ -1,0 +1,1 @@
+"""Typed, strict configuration: the schema, its loader, and the YAML files by purpose."""

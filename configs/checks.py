@@ -1,0 +1,104 @@
+"""Checks across sections. A check's parameters name the sections it reads.
+
+Each yields (key, what is wrong and what to do). A check runs whenever the sections it names could
+be read, so that one load reports everything that is wrong with a file.
+"""
+
+from collections.abc import Callable, Iterator
+
+from configs.schema import LaunchConfig
+from data_pipeline.config import DataConfig
+from model.config import ModelConfig
+from trainer.config import CurriculumConfig, EngineConfig, EvaluationConfig, ScheduleConfig
+
+Problems = Iterator[tuple[str, str]]
+
+
+def lengths_fit_positions(
+    curriculum: CurriculumConfig, evaluation: EvaluationConfig, model: ModelConfig
+) -> Problems:
+    """Every length must be one that the positions can tell apart."""
+    if model.positions == "none":
+        return
+    lengths = {f"curriculum.stages.{n}.seq_len": s.seq_len for n, s in enumerate(curriculum.stages)}
+    if evaluation.seq_len is not None:
+        lengths["evaluation.seq_len"] = evaluation.seq_len
+    for key, seq_len in lengths.items():
+        if seq_len > model.max_positions:
+            yield (
+                key,
+                f"{seq_len} is over the {model.max_positions} positions that {model.positions} "
+                f"holds; set model.max_positions={seq_len} or shorten the rows",
+            )
+
+
+def lengths_fit_device(
+    curriculum: CurriculumConfig, evaluation: EvaluationConfig, engine: EngineConfig
+) -> Problems:
+    """One row at least must fit a device's micro-batch."""
+    lengths = {f"curriculum.stages.{n}.seq_len": s.seq_len for n, s in enumerate(curriculum.stages)}
+    if evaluation.seq_len is not None:
+        lengths["evaluation.seq_len"] = evaluation.seq_len
+    for key, seq_len in lengths.items():
+        if seq_len > engine.device_tokens:
+            yield (
+                key,
+                f"a row of {seq_len} tokens is over engine.device_tokens={engine.device_tokens}; "
+                f"set engine.device_tokens={seq_len} or more",
+            )
+
+
+def batches_divide(curriculum: CurriculumConfig, launch: LaunchConfig) -> Problems:
+    """Every rank takes the same number of rows."""
+    world = launch.num_processes
+    if world == "auto":
+        return
+    for number, stage in enumerate(curriculum.stages):
+        if stage.global_batch % world:
+            lower = stage.global_batch // world * world
+            choices = " or ".join(str(n) for n in (lower, lower + world) if n > 0)
+            yield (
+                f"curriculum.stages.{number}.global_batch",
+                f"{stage.global_batch} rows don't divide over launch.num_processes={world}; "
+                f"take {choices}",
+            )
+
+
+def lanes_divide(data: DataConfig, launch: LaunchConfig) -> Problems:
+    """Every loader worker of every rank owns the same number of lanes."""
+    if launch.num_processes == "auto":
+        return
+    readers = launch.num_processes * max(data.workers, 1)
+    if data.lanes % readers:
+        yield (
+            "data.lanes",
+            f"{data.lanes} lanes don't divide over {launch.num_processes} ranks x "
+            f"{max(data.workers, 1)} loader workers; take a multiple of {readers}",
+        )
+
+
+def schedule_fits(schedule: ScheduleConfig, curriculum: CurriculumConfig) -> Problems:
+    """Warm-up and decay must lie within the schedule's length."""
+    whole = curriculum.total_steps if schedule.unit == "steps" else curriculum.total_tokens
+    total = whole if schedule.total is None else schedule.total
+    if schedule.warmup > total:
+        yield (
+            "schedule.warmup",
+            f"{schedule.warmup} {schedule.unit} of warm-up are over the {total} of the whole "
+            f"schedule; take less than {total}",
+        )
+    elif schedule.decay is not None and schedule.warmup + schedule.decay > total:
+        yield (
+            "schedule.decay",
+            f"warm-up {schedule.warmup} + decay {schedule.decay} are over the {total} "
+            f"{schedule.unit} of the whole schedule",
+        )
+
+
+CHECKS: tuple[Callable[..., Problems], ...] = (
+    lengths_fit_positions,
+    lengths_fit_device,
+    batches_divide,
+    lanes_divide,
+    schedule_fits,
+)

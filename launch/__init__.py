@@ -1,0 +1,1 @@
+"""The command line and composition root: the only place that builds things."""

@@ -1,0 +1,125 @@
+"""What must hold before a run starts: data, tokenizer, machine and run folder fit the config.
+
+Everything wrong is found at once, in seconds, before any process group forms or any file is
+written.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.loader import ConfigError
+from configs.schema import Config
+from data_pipeline.index import ShardIndex, load_index
+from data_pipeline.loader import check_split
+from data_pipeline.tokenizers import Tokenizer, load_tokenizer
+from launch.run_folder import data_problems, folder_problems
+from trainer import checkpoint
+from trainer.curriculum import Factors, Stage, batch_factors, build_stages
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A config and what it names, read and found to fit together."""
+
+    config: Config
+    tokenizer: Tokenizer
+    train: ShardIndex
+    eval: ShardIndex | None
+    stages: tuple[Stage, ...]
+    factors: tuple[Factors, ...]
+    """How each stage's batch is cut on this world."""
+    checkpoint: Path | None
+    """Where the run goes on from; None: it starts afresh."""
+
+
+def fingerprints(
+    tokenizer: Tokenizer, train: ShardIndex, held_out: ShardIndex | None
+) -> dict[str, Any]:
+    """Return the hashes by which a run knows that it goes on with the same data."""
+    data = {"train": train.sha256, "eval": held_out and held_out.sha256}
+    return {"tokenizer": tokenizer.sha256, "data": data}
+
+
+def local_processes(config: Config) -> int:
+    """Return the number of ranks on this machine: no more than it has GPUs, where it has any."""
+    wanted, gpus = config.launch.num_processes, torch.cuda.device_count()
+    if wanted == "auto":
+        return max(1, gpus)
+    return min(wanted, gpus) if gpus else wanted
+
+
+def prepare(config: Config, world: int) -> Prepared:
+    """Read what a config names, and check that `world` ranks can train on it.
+
+    Raises:
+        ConfigError: With everything that is wrong.
+    """
+    problems: list[str] = []
+
+    def attempt(read, *args):  # type: ignore[no-untyped-def]
+        try:
+            return read(*args)
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+            return None
+
+    stages = build_stages(config.curriculum, config.optimizer, config.objective)
+    tokenizer = attempt(load_tokenizer, config.tokenizer)
+    train = attempt(_read_index, "data.train", config.data.train)
+    held_out = attempt(_read_index, "data.eval", config.data.eval) if config.data.eval else None
+    for key, index in (("data.train", train), ("data.eval", held_out)):
+        if tokenizer is not None and index is not None:
+            problems += _tokenizer_problems(key, index, tokenizer)
+    if train is not None and len(train.shards) < config.data.lanes:
+        problems.append(
+            f"data.train: {len(train.shards)} shards are fewer than data.lanes={config.data.lanes}"
+            f"; set data.lanes={_lanes_for(len(train.shards), config, world)}, or write more shards"
+        )
+    attempt(check_split, config.data.lanes, world, config.data.workers)
+    factors = [attempt(_factors, stage, config, world) for stage in stages]
+    if config.engine.precision == "fp16" and not torch.cuda.is_available():
+        problems.append("engine.precision: fp16 needs a GPU; take bf16 or fp32 on a CPU")
+    problems += folder_problems(config)
+    if tokenizer is not None and train is not None:
+        problems += data_problems(config, fingerprints(tokenizer, train, held_out))
+    root = Path(config.run.dir) / config.run.name / "checkpoints"
+    resume_from = attempt(checkpoint.find, root, config.checkpoint.resume)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return Prepared(config, tokenizer, train, held_out, stages, tuple(factors), resume_from)
+
+
+def _read_index(key: str, path: str) -> ShardIndex:
+    if not path:
+        raise ValueError(f"{key} names no shards; write some by `roformer shards`, or name theirs")
+    return load_index(path)
+
+
+def _tokenizer_problems(key: str, index: ShardIndex, tokenizer: Tokenizer) -> Iterator[str]:
+    if index.tokenizer_sha256 != tokenizer.sha256:
+        yield (
+            f"{key}: {index.folder} was written with another tokenizer ({index.tokenizer_kind}, "
+            f"sha256 {index.tokenizer_sha256[:12]}; tokenizer.model has {tokenizer.sha256[:12]}): "
+            "name the right one, or write the shards again"
+        )
+
+
+def _factors(stage: Stage, config: Config, world: int) -> Factors:
+    try:
+        return batch_factors(
+            seq_len=stage.seq_len,
+            global_batch=stage.global_batch,
+            world=world,
+            device_tokens=config.engine.device_tokens,
+        )
+    except ValueError as error:
+        raise ValueError(f"curriculum stage {stage.name}: {error}") from None
+
+
+def _lanes_for(shards: int, config: Config, world: int) -> int:
+    readers = world * max(1, config.data.workers)
+    return shards // readers * readers or readers

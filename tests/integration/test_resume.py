@@ -1,0 +1,91 @@
+"""One run, cut into pieces on other worlds: the same curve as in one go."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.loader import load
+from tests.ranks import run_ranks
+
+TOTAL_STEPS = 12  # of tests.conftest.TINY: stages end at 5, 9 and 12
+
+
+def train_until(config: Path, overrides: list[str], stop_after: int, forget_cursors: bool) -> None:
+    """Be a rank of a run that is asked to stop after a step (0: never)."""
+    from launch.preflight import prepare
+    from launch.train import build_trainer, recording
+    from trainer.distributed import world_from_environment
+    from trainer.engine import init_distributed
+    from trainer.preemption import Preempted, StopRequest
+
+    world = world_from_environment()
+    prepared = prepare(load(config, overrides), world.size)
+    init_distributed(world, timeout_s=60)
+    stop = StopRequest()
+    preempted = False
+    try:
+        with recording(prepared, world, None) as metrics:
+            trainer = build_trainer(prepared, world, stop, metrics, None)
+            if forget_cursors:
+                trainer.state.cursors.clear()
+            train_step = trainer.train_step
+
+            def step_then_ask(*arguments):
+                told = world.rank == world.size - 1  # one rank is told, and all must agree
+                stop.requested = told and trainer.state.step == stop_after - 1
+                return train_step(*arguments)
+
+            trainer.train_step = step_then_ask
+            trainer.fit()
+    except Preempted:
+        preempted = True
+    assert preempted == bool(stop_after)
+
+
+def run(
+    config: Path,
+    name: str,
+    world: int,
+    *overrides: str,
+    stop_after: int = 0,
+    forget_cursors: bool = False,
+) -> dict[int, dict]:
+    """Run a piece of the run `name`; return its records so far by step."""
+    settings = [f"run.name={name}", f"launch.num_processes={world}", *overrides]
+    run_ranks(world, train_until, config, settings, stop_after, forget_cursors)
+    folder = Path(load(config, settings).run.dir) / name
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record for record in records}
+
+
+def assert_same_curve(got: dict[int, dict], want: dict[int, dict]) -> None:
+    assert sorted(got) == sorted(want)
+    for step, record in want.items():
+        assert got[step]["data/hash"] == record["data/hash"], f"other data in step {step}"
+        for key in ("train/loss", "grad_norm", "lr", "eval/loss", "eval/accuracy", "eval/targets"):
+            if key in record:
+                assert got[step][key] == pytest.approx(record[key], rel=1e-5, abs=1e-5), (step, key)
+
+
+def test_a_run_in_pieces_on_any_world_has_the_curve_of_one_in_one_go(tiny_config):
+    whole = run(tiny_config, "whole", 1)
+    assert sorted(whole) == list(range(1, TOTAL_STEPS + 1))
+    assert len({record["data/hash"] for record in whole.values()}) == TOTAL_STEPS
+    assert [step for step in whole if "eval/loss" in whole[step]] == [5, 9, 12]
+
+    pieces = ("in-pieces", 2, "data.workers=2", "engine.zero_stage=3")
+    first = run(tiny_config, *pieces, stop_after=3)
+    assert sorted(first) == [1, 2, 3]
+    run(tiny_config, "in-pieces", 1, "engine.zero_stage=0", "engine.device_tokens=64", stop_after=5)
+    run(tiny_config, "in-pieces", 4, "data.workers=1", "engine.zero_stage=2", stop_after=8)
+    got = run(tiny_config, "in-pieces", 2, "data.workers=1", "engine.zero_stage=1")
+    assert_same_curve(got, whole)
+
+
+def test_a_resume_that_forgets_its_cursors_is_noticed(tiny_config):
+    whole = run(tiny_config, "whole", 1)
+    run(tiny_config, "forgetful", 1, stop_after=5)
+    got = run(tiny_config, "forgetful", 1, forget_cursors=True)
+    with pytest.raises(AssertionError, match="other data in step 6"):
+        assert_same_curve(got, whole)

@@ -1,0 +1,1 @@
+"""Training: objectives, curriculum, engine, loop, checkpoints, metrics, tracking."""

@@ -1,0 +1,253 @@
+"""The training loop: for each remaining stage, enter it and step until its end.
+
+rows -> collate -> forward -> sums of losses -> backward, step -> TrainState -> metrics
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from data_pipeline.batch import Batch, Example, collate
+from data_pipeline.index import ShardIndex
+from data_pipeline.lanes import eval_rows
+from data_pipeline.loader import open_stream
+from data_pipeline.seeding import generator
+from trainer import checkpoint
+from trainer.config import CheckpointConfig, EngineConfig, EvaluationConfig, ScheduleConfig
+from trainer.curriculum import Factors, Stage, batch_factors, remaining
+from trainer.distributed import World, gather_from_ranks, sum_over_ranks
+from trainer.engine import Engine
+from trainer.metrics import Recorder, StepResult, Value, hash_rows
+from trainer.objectives import Objective, token_loss
+from trainer.preemption import Preempted, StopRequest
+from trainer.progress import Progress
+from trainer.schedule import learning_rate
+from trainer.state import TrainState
+
+
+class Diverged(Exception):
+    """The loss is no longer a number."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """The shards and how their rows become examples."""
+
+    train: ShardIndex
+    eval: ShardIndex | None
+    lanes: int
+    workers: int
+    objective: Callable[[float], Objective]
+    """The objective at a stage's mask rate."""
+    eval_objective: Objective
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The sections that the loop reads."""
+
+    seed: int
+    batch_hash: bool
+    schedule: ScheduleConfig
+    engine: EngineConfig
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+
+
+@dataclass
+class Trainer:
+    """Everything that training touches; put together in `launch.train`."""
+
+    settings: Settings
+    stages: Sequence[Stage]
+    data: Data
+    engine: Engine
+    world: World
+    state: TrainState
+    checkpoints: Path
+    recorder: Recorder
+    progress: Progress
+    stop: StopRequest
+
+    def fit(self) -> None:
+        """Train to the end of the last stage, evaluating and saving where it is time to.
+
+        Raises:
+            Preempted: When any rank was asked to stop, after saving.
+            Diverged: When the loss is not finite.
+        """
+        with self.progress:
+            for stage in remaining(self.stages, self.state.step):
+                with self.enter(stage) as (factors, rows):
+                    while self.state.step < stage.last_step:
+                        result = self.train_step(stage, factors, rows)
+                        self.record(stage, factors, result)
+                        self.save_or_stop(result)
+        self.save()
+
+    def train_step(self, stage: Stage, factors: Factors, rows: Iterator[Example]) -> StepResult:
+        """Consume one global batch: the exact gradient of its mean loss, and one update."""
+        started = time.perf_counter()
+        batches = [
+            collate(list(islice(rows, factors.micro_batch))) for _ in range(factors.accumulation)
+        ]
+        waited = time.perf_counter() - started
+        (targets,) = self.sum(sum(batch.num_targets for batch in batches))
+        self.advance(stage, batches)
+        lr, total, correct, grad_norm = self.learning_rate(stage), 0.0, 0.0, None
+        for number, batch in enumerate(batches):
+            self.seed_dropout(number)
+            loss = token_loss(self.forward(batch), batch.targets.to(self.engine.device))
+            self.engine.backward(loss.total, targets)
+            grad_norm = self.engine.step(lr)
+            total += float(loss.total.detach())
+            correct += float(loss.correct)
+        total, correct, stop = self.sum(total, correct, self.stop.requested)
+        if not math.isfinite(total):
+            raise Diverged(
+                f"the loss of step {self.state.step} (stage {stage.name}, learning rate {lr:.3g}) "
+                f"is {total}: lower optimizer.lr or lengthen schedule.warmup"
+            )
+        seconds = time.perf_counter() - started
+        self.state.elapsed_s += seconds
+        return StepResult(
+            total=total,
+            correct=correct,
+            targets=targets,
+            grad_norm=grad_norm,
+            lr=lr,
+            seconds=seconds,
+            waited_s=waited,
+            lengths=tuple(length for batch in batches for length in batch.lengths),
+            stop=bool(stop),
+            batch_hash=self.hash_of(batches) if self.settings.batch_hash else None,
+        )
+
+    @contextmanager
+    def enter(self, stage: Stage) -> Iterator[tuple[Factors, Iterator[Example]]]:
+        """Set the engine to a stage's batch, and open its rows where the last stage left them."""
+        factors = batch_factors(
+            seq_len=stage.seq_len,
+            global_batch=stage.global_batch,
+            world=self.world.size,
+            device_tokens=self.settings.engine.device_tokens,
+        )
+        self.engine.set_accumulation(factors.accumulation)
+        self.progress.enter(stage, factors)
+        rows = open_stream(
+            self.data.train,
+            seed=self.settings.seed,
+            lanes=self.data.lanes,
+            seq_len=stage.seq_len,
+            rank=self.world.rank,
+            world=self.world.size,
+            workers=self.data.workers,
+            first_row=self.state.rows,
+            cursors=self.state.cursors,
+            transform=self.data.objective(stage.mask_rate),
+        )
+        with closing(rows):
+            yield factors, rows
+
+    def record(self, stage: Stage, factors: Factors, result: StepResult) -> None:
+        """Evaluate where it is due; log and show the step."""
+        evaluation = self.evaluate(stage) if self.evaluation_is_due(stage) else {}
+        record = self.recorder.record(stage, factors, self.state, result, evaluation)
+        self.progress.advance(self.state.step, record)
+
+    def evaluate(self, stage: Stage) -> dict[str, Value]:
+        """Weigh every held-out target once, whatever the world.
+
+        All ranks read the same rows and take turns; where the last turn has none for a rank, it
+        runs an empty batch, since under ZeRO-3 every rank must take part in every forward pass.
+        """
+        assert self.data.eval is not None
+        seq_len = self.settings.evaluation.seq_len or stage.seq_len
+        rows = eval_rows(self.data.eval, seq_len=seq_len)
+        turn_rows = self.world.size * max(1, self.settings.engine.device_tokens // seq_len)
+        total = correct = targets = 0.0
+        self.engine.train(False)
+        with torch.no_grad():
+            while turn := list(islice(rows, turn_rows)):
+                mine = turn[self.world.rank :: self.world.size]
+                batch = collate([self.data.eval_objective(row) for row in mine])
+                loss = token_loss(self.forward(batch), batch.targets.to(self.engine.device))
+                total += float(loss.total)
+                correct += float(loss.correct)
+                targets += batch.num_targets
+        self.engine.train(True)
+        total, correct, targets = self.sum(total, correct, targets)
+        return {
+            "eval/loss": total / max(targets, 1.0),
+            "eval/accuracy": correct / max(targets, 1.0),
+            "eval/targets": int(targets),
+            "eval/seq_len": seq_len,
+        }
+
+    def save_or_stop(self, result: StepResult) -> None:
+        """Save every so often; save and end when any rank was asked to stop."""
+        every = self.settings.checkpoint.every_steps
+        if result.stop or (every and self.state.step % every == 0):
+            self.save()
+        if result.stop:
+            raise Preempted(f"asked to stop; saved at step {self.state.step}")
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, unless it is there already."""
+        folder = self.checkpoints / f"step-{self.state.step:08d}"
+        exists = self.world.is_first and folder in checkpoint.complete(self.checkpoints)
+        if not any(gather_from_ranks(exists)):
+            keep = self.settings.checkpoint.keep
+            checkpoint.save(self.checkpoints, self.engine, self.state, world=self.world, keep=keep)
+
+    def evaluation_is_due(self, stage: Stage) -> bool:
+        """Whether this step is followed by an evaluation: at stage ends, and every so often."""
+        every, step = self.settings.evaluation.every_steps, self.state.step
+        due = step == stage.last_step or (every > 0 and step % every == 0)
+        return due and self.data.eval is not None
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Return the logits [N, V] of a batch's targets."""
+        batch = batch.to(self.engine.device)
+        logits: torch.Tensor = self.engine.forward(
+            batch.input_ids, batch.positions, batch.lengths, batch.target_index
+        )
+        return logits
+
+    def advance(self, stage: Stage, batches: Sequence[Batch]) -> None:
+        """Count a global batch as consumed, and keep where its lanes go on."""
+        self.state.step += 1
+        self.state.rows += stage.global_batch
+        self.state.tokens += stage.step_tokens
+        for batch in batches:
+            self.state.cursors |= batch.cursors
+
+    def learning_rate(self, stage: Stage) -> float:
+        """Return the learning rate of the update that ends at this step."""
+        schedule, last = self.settings.schedule, self.stages[-1]
+        if schedule.unit == "steps":
+            t, total = self.state.step, last.last_step
+        else:
+            t, total = self.state.tokens, sum(s.num_steps * s.step_tokens for s in self.stages)
+        return learning_rate(t, peak=stage.lr, schedule=schedule, total=total)
+
+    def seed_dropout(self, number: int) -> None:
+        """Draw dropout from (seed, step, rank, micro-batch) alone: no state of it to save."""
+        key = generator(self.settings.seed, self.state.step, self.world.rank, number)
+        torch.manual_seed(int(key.integers(2**63)))
+
+    def hash_of(self, batches: Sequence[Batch]) -> str:
+        """Hash the global batch in row order, whichever ranks hold its rows."""
+        mine = [digest for batch in batches for digest in batch.digests]
+        first = self.state.rows - len(mine) * self.world.size
+        return hash_rows(gather_from_ranks(mine), first_row=first)
+
+    def sum(self, *values: float) -> list[float]:
+        """Sum numbers over all ranks."""
+        return sum_over_ranks(values, self.engine.device)

@@ -1,0 +1,447 @@
+"""MLflow tracking that training never waits for.
+
+Training only writes `metrics.jsonl`. Rank 0 starts one child process, this module run as a
+program, which follows that file and tells MLflow:
+
+    rank 0 --- metrics.jsonl ---> child --- log_batch ---> MLflow
+          `--- stdin: settings, then one status word ---'
+                                  `--- mlflow.json: what has arrived
+
+A server that is slow, dead or silent therefore costs a training step nothing. `mlflow.json` holds
+the run's id and how far MLflow has got, so a resumed run goes on in the same MLflow run, and
+whatever a server missed is delivered by the next start or by `sync`. A step that was logged again
+after a resume is delivered once: the first time. When the pipe ends without a status word, rank 0
+has died, and the child ends the run as FAILED.
+"""
+
+import fcntl
+import json
+import logging
+import math
+import os
+import posixpath
+import re
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import yaml
+
+from trainer.config import MlflowConfig
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
+
+POLL_S, RETRY_S = 3.0, 10.0
+LAST_S = 120  # whatever hangs: the child's longest life after rank 0's last word
+RECORDS_A_BATCH = 50
+MAX_METRICS, MAX_PARAMS, MAX_KEY, MAX_PARAM, MAX_TAG = 1000, 100, 250, 6000, 5000  # MLflow's limits
+ARTIFACTS = (
+    "config.yaml",
+    "versions.json",
+    "study.json",
+    "metrics.jsonl",
+    "report.md",
+    "report.html",
+)
+CHILD_ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+class Tracker:
+    """The child process that follows one run's folder, seen from rank 0."""
+
+    def __init__(self, folder: Path, mlflow: MlflowConfig) -> None:
+        self.folder = folder
+        self.mlflow = mlflow
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start following; does nothing without a URI."""
+        if self.mlflow.uri is None:
+            return
+        settings = self.mlflow.model_copy(update={"uri": absolute_uri(self.mlflow.uri)})
+        with (self.folder / "tracking.log").open("ab") as log:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "trainer.tracking", str(self.folder)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=os.environ | CHILD_ENVIRONMENT,
+                start_new_session=True,  # a Ctrl-C is for training; the child ends by its pipe
+            )
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(settings.model_dump_json().encode() + b"\n")
+            self._child.stdin.flush()
+        except BrokenPipeError:
+            pass  # it died at once: `close` tells
+
+    def close(self, status: Status, timeout_s: float | None = None) -> str | None:
+        """Deliver the rest and set the run's status; returns what to tell when that failed.
+
+        `timeout_s` None: 10 s for a server; 60 s for a file, which cannot hang but is slow to
+        create.
+        """
+        if self._child is None or self.mlflow.uri is None:
+            return None
+        if timeout_s is None:
+            timeout_s = 10.0 if store_path(self.mlflow.uri) is None else 60.0
+        child, self._child = self._child, None
+        try:
+            child.communicate(f"{status}\n".encode(), timeout=timeout_s)
+            if child.returncode == 0:
+                return None
+            reason = _last_line(self.folder / "tracking.log")
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.communicate()
+            reason = f"not done within {timeout_s:g} s"
+        return (
+            f"MLflow at {self.mlflow.uri} lacks a part of {self.folder} ({reason}); "
+            f"metrics.jsonl is whole, and `roformer report {self.folder}` delivers the rest"
+        )
+
+
+def sync(folder: Path, timeout_s: float | None = None) -> str | None:
+    """Deliver what MLflow lacks of a run's or study's folder; returns what to tell on failure."""
+    state = State.read(folder)
+    if state is None or state.is_complete(folder):
+        return None
+    settings = MlflowConfig(**{key: getattr(state, key) for key in MlflowConfig.model_fields})
+    tracker = Tracker(folder, settings)
+    tracker.start()
+    left = "FINISHED" if (folder / "done").exists() else "FAILED"  # rank 0 and its child both died
+    return tracker.close(state.status or left, timeout_s)  # type: ignore[arg-type]
+
+
+def start_parent(folder: Path, mlflow: MlflowConfig, timeout_s: float | None = None) -> str | None:
+    """Open (or reopen) a study's run, the parent of its arms; returns its id, None without one."""
+    tracker = Tracker(folder, mlflow)
+    tracker.start()
+    if problem := tracker.close("RUNNING", timeout_s):
+        logger.warning(problem)
+        return None
+    state = State.read(folder) if mlflow.uri else None
+    return state.run_id if state else None
+
+
+def finish_parent(
+    folder: Path, mlflow: MlflowConfig, status: Status, timeout_s: float | None = None
+) -> str | None:
+    """Add a study's report to its run and end it; returns what to tell when that failed."""
+    tracker = Tracker(folder, mlflow)
+    tracker.start()
+    return tracker.close(status, timeout_s)
+
+
+def store_path(uri: str) -> Path | None:
+    """File of an SQLite store; None for a server."""
+    return Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
+
+
+def absolute_uri(uri: str) -> str:
+    """The same store, wherever the next process is started."""
+    path = store_path(uri)
+    return f"sqlite:///{path.resolve()}" if path else uri
+
+
+def dashboard_command(uri: str) -> str:
+    """What to run to see the curves at http://127.0.0.1:5000; a server's address as it is."""
+    if store_path(uri) is None:
+        return uri
+    program = Path(sys.executable).parent / "mlflow"
+    if program.is_relative_to(Path.cwd()):
+        program = program.relative_to(Path.cwd())
+    # without its job runner the server needs 0.3 GB instead of 2
+    return (
+        f"MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false {shlex.quote(str(program))} server "
+        f"--backend-store-uri {shlex.quote(uri)} --workers 1 --port 5000"
+    )
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return lines[-1] if lines else "no message"
+
+
+@dataclass
+class State:
+    """`mlflow.json`: where a folder's MLflow run is and how much of the folder it has."""
+
+    uri: str
+    experiment: str
+    parent_run_id: str | None = None
+    experiment_id: str | None = None
+    run_id: str | None = None
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Tag of the run; finds it again when the answer to its creation was lost."""
+    delivered: int = 0
+    """Bytes of metrics.jsonl."""
+    steps: dict[str, int] = field(default_factory=dict)
+    """Last delivered step of each metric."""
+    artifacts: dict[str, int] = field(default_factory=dict)
+    """Modification time (ns) of each delivered file."""
+    status: Status | None = None
+    """The last status asked for; None while the run is being followed."""
+    closed: bool = False
+    """MLflow has that status."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "State | None":
+        """The folder's state; None when it was never tracked."""
+        path = folder / "mlflow.json"
+        return cls(**json.loads(path.read_text())) if path.exists() else None
+
+    def write(self, folder: Path) -> None:
+        """Replace the file at once, so that no kill leaves half of it."""
+        temporary = folder / "mlflow.json.tmp"
+        temporary.write_text(json.dumps(asdict(self), indent=1))
+        temporary.replace(folder / "mlflow.json")
+
+    def new_artifacts(self, folder: Path) -> dict[str, int]:
+        """Files that MLflow lacks or has in an older form."""
+        times = {n: (folder / n).stat().st_mtime_ns for n in ARTIFACTS if (folder / n).exists()}
+        return {name: ns for name, ns in times.items() if self.artifacts.get(name) != ns}
+
+    def is_complete(self, folder: Path) -> bool:
+        """Whether there is nothing left to deliver."""
+        return self.closed and not self.new_artifacts(folder)
+
+
+class Delivery:
+    """Brings one folder to MLflow; every call goes on where the last one stopped or failed."""
+
+    def __init__(self, folder: Path, settings: MlflowConfig) -> None:
+        assert settings.uri is not None
+        self.folder = folder
+        state = State.read(folder)
+        if state is None or (state.uri, state.experiment) != (settings.uri, settings.experiment):
+            state = State(settings.uri, settings.experiment)
+        state.parent_run_id = settings.parent_run_id
+        state.status, state.closed = None, False
+        state.write(folder)
+        self.state = state
+        self._client: MlflowClient | None = None
+
+    def send(self, status: Status | None) -> None:
+        """Deliver what is new, and with a status also the artifacts and the run's end."""
+        if status:
+            self.state.status = status
+            self.state.write(self.folder)  # first: a later `sync` then ends the run as asked
+        if self._client is None:
+            self._client = self._connect()
+        self._send_metrics(self._client)
+        if status:
+            self._send_end(self._client, status)
+
+    def _connect(self) -> "MlflowClient":
+        """Find or make the experiment and the run, and give it its parameters."""
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        state = self.state
+        store = store_path(state.uri)
+        if store:
+            store.parent.mkdir(parents=True, exist_ok=True)
+        client = MlflowClient(state.uri)
+        experiment = client.get_experiment_by_name(state.experiment)
+        state.experiment_id = (
+            experiment.experiment_id
+            if experiment
+            else client.create_experiment(
+                state.experiment,
+                artifact_location=str(store.parent / "mlartifacts") if store else None,
+            )
+        )
+        if state.run_id:
+            try:
+                stage = client.get_run(state.run_id).info.lifecycle_stage
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                stage = "gone"
+            if stage != "active":  # somebody removed it: tell the whole story again
+                state.run_id, state.delivered, state.steps, state.artifacts = None, 0, {}, {}
+                state.key = uuid.uuid4().hex
+        if not state.run_id:
+            state.write(self.folder)  # the key, before the run exists
+            found = client.search_runs([state.experiment_id], f"tags.roformer_key = '{state.key}'")
+            run = (
+                found[0]
+                if found
+                else client.create_run(
+                    state.experiment_id,
+                    start_time=_modified_ms(self.folder / "config.yaml"),
+                    tags={"roformer_key": state.key},
+                    run_name=self.folder.name,
+                )
+            )
+            state.run_id = run.info.run_id
+        state.write(self.folder)
+        client.update_run(state.run_id, status="RUNNING")
+        if state.parent_run_id:
+            client.set_tag(state.run_id, "mlflow.parentRunId", state.parent_run_id)
+        self._send_params(client, state.run_id)
+        return client
+
+    def _send_params(self, client: "MlflowClient", run_id: str) -> None:
+        """Log the new parameters; MLflow's are final, so a changed one becomes a tag."""
+        from mlflow.entities import Param, RunTag
+
+        params = read_params(self.folder)
+        known = client.get_run(run_id).data.params
+        new = [Param(name, value) for name, value in params.items() if name not in known]
+        changed = [
+            RunTag(f"changed/{name}"[:MAX_KEY], value[:MAX_TAG])
+            for name, value in params.items()
+            if known.get(name, value) != value
+        ]
+        for start in range(0, len(new), MAX_PARAMS):
+            client.log_batch(run_id, params=new[start : start + MAX_PARAMS])
+        for start in range(0, len(changed), MAX_PARAMS):
+            client.log_batch(run_id, tags=changed[start : start + MAX_PARAMS])
+
+    def _send_metrics(self, client: "MlflowClient") -> None:
+        """Log the complete lines behind the delivered ones, and note each batch that arrived."""
+        from mlflow.entities import Metric
+
+        state = self.state
+        assert state.run_id is not None
+        lines = self._new_lines()
+        while batch := list(islice(lines, RECORDS_A_BATCH)):
+            steps = dict(state.steps)
+            metrics = []
+            for line in batch:
+                for name, value, step, time_ms in read_points(line):
+                    if step > steps.get(name, 0):
+                        metrics.append(Metric(name, value, time_ms, step))
+                        steps[name] = step
+            for start in range(0, len(metrics), MAX_METRICS):
+                client.log_batch(state.run_id, metrics=metrics[start : start + MAX_METRICS])
+            state.delivered += sum(map(len, batch))
+            state.steps = steps
+            state.write(self.folder)
+
+    def _new_lines(self) -> Iterator[bytes]:
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return
+        if path.stat().st_size < self.state.delivered:  # rewritten: known steps are not sent again
+            self.state.delivered = 0
+        with path.open("rb") as file:
+            file.seek(self.state.delivered)
+            yield from (line for line in file if line.endswith(b"\n"))
+
+    def _send_end(self, client: "MlflowClient", status: Status) -> None:
+        state = self.state
+        assert state.run_id is not None
+        for name, modified_ns in state.new_artifacts(self.folder).items():
+            client.log_artifact(state.run_id, str(self.folder / name))
+            state.artifacts[name] = modified_ns
+        if status != "RUNNING":
+            end = _modified_ms(self.folder / "metrics.jsonl")
+            client.set_terminated(state.run_id, status, end)
+        state.closed = status != "RUNNING"
+        state.write(self.folder)
+
+
+def _modified_ms(path: Path) -> int | None:
+    return int(path.stat().st_mtime * 1000) if path.exists() else None
+
+
+def metric_name(name: str) -> str:
+    """The name with what MLflow refuses replaced: `acc[%]` -> `acc___`."""
+    plain = posixpath.normpath(re.sub(r"[^/\w.\- :]", "_", name)).lstrip("./")
+    return plain[:MAX_KEY] or "_"
+
+
+def read_points(line: bytes) -> Iterator[tuple[str, float, int, int]]:
+    """The (name, value, step, time in ms) of a line's finite numbers; none of a torn line."""
+    try:
+        record = json.loads(line)
+        step, time_ms = int(record["step"]), int(record["time"] * 1000)
+    except (ValueError, KeyError, TypeError):
+        return
+    for name, value in record.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and math.isfinite(value) and name not in ("step", "time"):
+            yield metric_name(name), float(value), step, time_ms
+
+
+def flatten(tree: object, name: str = "") -> dict[str, str]:
+    """Every leaf of nested mappings and lists as text, by its dotted name."""
+    if isinstance(tree, dict | list) and tree:
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        parts = (flatten(value, f"{name}.{key}" if name else str(key)) for key, value in items)
+        return {key: text for part in parts for key, text in part.items()}
+    return {name: tree if isinstance(tree, str) else json.dumps(tree, default=str)}
+
+
+def read_params(folder: Path) -> dict[str, str]:
+    """MLflow's parameters: config.yaml's leaves, and versions.json's under `versions`."""
+    leaves: dict[str, str] = {}
+    for file, name in (("config.yaml", ""), ("versions.json", "versions")):
+        if (folder / file).exists():
+            leaves |= flatten(yaml.safe_load((folder / file).read_text()), name)
+    return {metric_name(name): text[:MAX_PARAM] for name, text in leaves.items()}
+
+
+def main() -> int:
+    """Follow the folder until rank 0 says how the run ended, or dies; 0 when all was delivered."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(10)
+    folder, rank_0 = Path(sys.argv[1]), os.getppid()
+    delivery = None
+    status: Status | None = None
+    problem: str | None = None
+    wait_s = 0.0
+    with open(0, "rb", buffering=0) as stdin:
+        settings = MlflowConfig.model_validate_json(stdin.readline())
+        while status is None:
+            told, _, _ = select.select([stdin], [], [], wait_s)
+            # loader workers forked from rank 0 may hold the pipe open, so look at the parent too
+            if told or os.getppid() != rank_0:
+                signal.alarm(LAST_S)
+                status = stdin.readline().decode().strip() if told else ""  # type: ignore[assignment]
+                status = status or "FAILED"
+            try:
+                if delivery is None:
+                    fcntl.flock(
+                        1, fcntl.LOCK_EX | fcntl.LOCK_NB
+                    )  # tracking.log: one child a folder
+                    delivery = Delivery(folder, settings)
+                delivery.send(status)
+                problem, wait_s = None, POLL_S
+            except BlockingIOError:
+                problem, wait_s = "another process is delivering this folder", POLL_S
+            except Exception as error:  # any: MLflow's, requests', SQLAlchemy's; training goes on
+                text = " ".join(str(error).split())[:160]
+                if problem != (problem := f"{type(error).__name__}: {text}"):
+                    print(time.strftime("%F %T"), problem, flush=True)
+                wait_s = RETRY_S
+    if problem:
+        print(problem, flush=True)
+    return 1 if problem else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
