@@ -2,7 +2,7 @@
 # make demo      rotary against learned positions, end to end, on real text
 # make test      linter, type checker and every test
 
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 ROFORMER := $(BIN)/roformer

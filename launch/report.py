@@ -93,7 +93,13 @@ def print_summary(console: Console, study: Study) -> None:
         console.print(Text(f"Note: {note}", style="yellow"))
     for grid in (stage_grid(study), speed_grid(study)):
         table = Table(
-            title=grid.title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD
+            title=grid.title,
+            title_justify="left",
+            header_style="bold",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+            show_edge=False,
         )
         for number, full in enumerate(grid.header):  # short words: the table fits 80 columns
             name = full.replace("accuracy", "acc").replace("difference", "diff")

@@ -5,6 +5,7 @@ metrics.jsonl    the curves
 checkpoints/     see trainer.checkpoint
 done             the run is finished           } left at the end, taken away at the start
 requeue          it was preempted, and saved   }
+stop             whoever makes it asks the run to save and end; taken away when it has
 """
 
 import json
@@ -21,7 +22,7 @@ import torch
 from configs.loader import ConfigError, load, to_yaml
 from configs.schema import Config
 
-DONE, REQUEUE, STUDY = "done", "requeue", "study.json"
+DONE, REQUEUE, STOP, STUDY = "done", "requeue", "stop", "study.json"
 PACKAGES = ("roformer-pretraining", "torch", "deepspeed", "webdataset", "sentencepiece", "mlflow")
 
 CURVE_SECTIONS = ("tokenizer", "model", "objective", "curriculum", "optimizer", "schedule")

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+import torch
 from rich.console import Console
 
 from configs.loader import load
 from configs.schema import Config
 from launch.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, Failed
 from launch.preflight import local_processes, prepare
-from launch.run_folder import DONE, REQUEUE, folder_of, is_done
+from launch.run_folder import DONE, REQUEUE, STOP, folder_of, is_done
 from trainer.distributed import free_port
 
 
@@ -42,9 +43,18 @@ def rank_command(path: Path, overrides: Sequence[str], *, processes: int) -> lis
     rank = ["launch.train", str(path), *overrides]
     if processes == 1:
         return [sys.executable, "-m", *rank]
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "warning"]
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "error"]
     place = [f"--num_gpus={processes}", f"--master_port={free_port()}", "--no_local_rank"]
     return [*launcher, *place, "--module", *rank]
+
+
+def rank_environment(processes: int) -> dict[str, str]:
+    """Return the ranks' environment: a share of the cores for each, and the kind of device."""
+    cores = len(os.sched_getaffinity(0))
+    defaults = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+    if not torch.cuda.is_available():
+        defaults["DS_ACCELERATOR"] = "cpu"  # or deepspeed's launcher warns that it found no GPU
+    return defaults | os.environ
 
 
 def spawn(config: Config, path: Path, overrides: Sequence[str], *, processes: int) -> int:
@@ -54,17 +64,17 @@ def spawn(config: Config, path: Path, overrides: Sequence[str], *, processes: in
         Failed: If they end without the run being finished or preempted.
     """
     folder = folder_of(config)
-    for marker in (DONE, REQUEUE):
+    folder.mkdir(parents=True, exist_ok=True)
+    for marker in (DONE, REQUEUE, STOP):
         (folder / marker).unlink(missing_ok=True)
     command = rank_command(path, overrides, processes=processes)
-    cores = len(os.sched_getaffinity(0))
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // processes)))
-    launched = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": threads})
+    launched = subprocess.Popen(command, env=rank_environment(processes))
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        launched.send_signal(signal.SIGTERM)
+    def ask_to_stop(number: int, frame: FrameType | None) -> None:
+        (folder / STOP).touch()
 
-    old = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    signals = (signal.SIGTERM, signal.SIGUSR1)
+    old = {number: signal.signal(number, ask_to_stop) for number in signals}
     try:
         code = launched.wait()
     finally:

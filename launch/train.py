@@ -22,7 +22,7 @@ from configs.loader import load
 from configs.schema import Config
 from launch.errors import EXIT_OK, Failed, exit_code
 from launch.preflight import Prepared, fingerprints, prepare
-from launch.run_folder import DONE, REQUEUE, folder_of, open_folder, write_text
+from launch.run_folder import DONE, REQUEUE, STOP, folder_of, open_folder, write_text
 from model.flops import training_flops
 from model.heads import LanguageModel
 from model.initialize import initialize
@@ -61,14 +61,14 @@ def train(config: Config) -> int:
         Preempted: When the only rank was asked to stop, after saving.
         Failed: When the loss is not finite.
     """
-    stop = StopRequest()
+    stop = StopRequest(folder_of(config) / STOP)
     stop.install()
     has_launcher = in_world()
     world = world_from_environment()
     share_cores(world)
     prepared = prepare(config, world.size)
     level = logging.WARNING if world.is_first else logging.ERROR
-    logging.basicConfig(level=level, format="%(message)s")
+    logging.basicConfig(level=level, format="roformer: %(message)s")
     init_distributed(world, timeout_s=config.engine.timeout_s)
     console = Console(stderr=True, soft_wrap=True) if world.is_first else None
     try:
@@ -173,6 +173,7 @@ def recording(
         status = "FINISHED"
     except Preempted:
         write_text(folder / REQUEUE, "")
+        (folder / STOP).unlink(missing_ok=True)
         status = "KILLED"
         raise
     finally:

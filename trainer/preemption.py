@@ -1,10 +1,12 @@
 """A request to stop, from a scheduler or a person, kept until the step's end.
 
-SIGTERM and SIGUSR1 only set a flag. The ranks agree on it in the step's last sum, so all of them
-stop after the same step, whichever was told.
+It comes as SIGTERM or SIGUSR1 to a rank, or as a file: `roformer train` makes the file when it is
+told to stop itself, since launchers that are signalled end ranks one after another. The ranks
+agree in the step's last sum, so all of them stop after the same step, whichever was told.
 """
 
 import signal
+from pathlib import Path
 from types import FrameType
 
 
@@ -15,13 +17,20 @@ class Preempted(Exception):
 class StopRequest:
     """Whether this rank was asked to stop."""
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, file: Path) -> None:
+        """Make a request that `file` grants as well as a signal."""
+        self._file = file
+        self._signalled = False
 
     def install(self) -> None:
         """Listen to SIGTERM and SIGUSR1 from here on."""
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._ask)
 
+    @property
+    def requested(self) -> bool:
+        """Whether to stop after this step."""
+        return self._signalled or self._file.exists()
+
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
+        self._signalled = True

@@ -143,7 +143,12 @@ def test_run_folder_explains_itself(study):
 
 
 def test_sigterm_saves_and_exits_75_and_the_next_start_goes_on(tiny_config):
-    overrides = ["curriculum.stages.0.steps=400", "run.batch_hash=true"]
+    overrides = [
+        "curriculum.stages.0.steps=150",
+        "launch.num_processes=2",
+        "data.workers=1",
+        "tracking.mlflow.uri=sqlite:///${run.dir}/mlflow.db",
+    ]
     command = [sys.executable, "-m", "launch.cli", "train", str(tiny_config), *overrides]
     folder = tiny_config.parent / "runs" / "tiny"
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
@@ -156,13 +161,23 @@ def test_sigterm_saves_and_exits_75_and_the_next_start_goes_on(tiny_config):
     assert process.wait(60) == 75
     assert (folder / "requeue").exists()
     assert not (folder / "done").exists()
+    assert not (folder / "stop").exists()
     stopped_at = read_records(folder)[-1]["step"]
-    assert stopped_at < 407
+    assert stopped_at < 157
     done = roformer("train", tiny_config, *overrides)
     assert done.returncode == 0, done.stdout
     assert not (folder / "requeue").exists()
     steps = [record["step"] for record in read_records(folder)]
-    assert steps == list(range(1, 408))  # goes on at the next step, and none is done twice
+    assert steps == list(range(1, 158))  # goes on at the next step, and none is done twice
+    assert len({record["data/hash"] for record in read_records(folder)}) == 157
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_a_message(tiny_config):
+    done = roformer("train", tiny_config, "optimizer.lr=1e30", "optimizer.clip_norm=0")
+    assert done.returncode == 1
+    assert "lower optimizer.lr" in done.stdout
+    assert "Traceback" not in done.stdout
+    assert not (tiny_config.parent / "runs" / "tiny" / "done").exists()
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])

@@ -54,8 +54,8 @@ def lr_of(step: int) -> float:
     return OPTIMIZER.lr * (step + 1) / STEPS
 
 
-def build_model(weights: State | None = None) -> LanguageModel:
-    model = LanguageModel(MODEL, vocab_size=VOCABULARY)
+def build_model(weights: State | None = None, checkpoint_layers: bool = False) -> LanguageModel:
+    model = LanguageModel(MODEL, vocab_size=VOCABULARY, checkpoint_layers=checkpoint_layers)
     initialize(model, 1)
     if weights:
         model.load_state_dict({name: kinds["value"] for name, kinds in weights.items()})
@@ -105,12 +105,19 @@ def train(engine: Engine, accumulation: int, steps: range, naive: bool = False) 
     return curve
 
 
-def build_engine(stage: int, precision: str = "fp32", weights: State | None = None) -> Engine:
+def build_engine(
+    stage: int,
+    precision: str = "fp32",
+    weights: State | None = None,
+    *,
+    offload: str = "none",
+    checkpoint_layers: bool = False,
+) -> Engine:
     from trainer.distributed import world_from_environment
 
     return Engine(
-        build_model(weights),
-        engine=EngineConfig(zero_stage=stage, precision=precision),
+        build_model(weights, checkpoint_layers),
+        engine=EngineConfig(zero_stage=stage, precision=precision, offload=offload),
         optimizer=OPTIMIZER,
         world=world_from_environment(),
         max_accumulation=4,
@@ -124,12 +131,18 @@ def start() -> None:
     init_distributed(world_from_environment(), timeout_s=60)
 
 
-def run_grid() -> dict[tuple[int, int], Curve]:
+def run_grid() -> dict:
     start()
     curves = {
         (stage, accumulation): train(build_engine(stage), accumulation, range(STEPS))
         for stage, accumulation in GRID
     }
+    for stage in (1, 2, 3):
+        engine = build_engine(stage, offload="optimizer")
+        curves[f"{stage} with offload", 2] = train(engine, 2, range(STEPS))
+    for stage in (0, 3):
+        engine = build_engine(stage, checkpoint_layers=True)
+        curves[f"{stage} with checkpointing", 2] = train(engine, 2, range(STEPS))
     curves["naive"] = train(build_engine(2), 2, range(STEPS), naive=True)
     return curves
 

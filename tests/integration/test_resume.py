@@ -1,6 +1,8 @@
 """One run, cut into pieces on other worlds: the same curve as in one go."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ TOTAL_STEPS = 12  # of tests.conftest.TINY: stages end at 5, 9 and 12
 def train_until(config: Path, overrides: list[str], stop_after: int, forget_cursors: bool) -> None:
     """Be a rank of a run that is asked to stop after a step (0: never)."""
     from launch.preflight import prepare
+    from launch.run_folder import STOP, folder_of
     from launch.train import build_trainer, recording
     from trainer.distributed import world_from_environment
     from trainer.engine import init_distributed
@@ -22,7 +25,8 @@ def train_until(config: Path, overrides: list[str], stop_after: int, forget_curs
     world = world_from_environment()
     prepared = prepare(load(config, overrides), world.size)
     init_distributed(world, timeout_s=60)
-    stop = StopRequest()
+    stop = StopRequest(folder_of(prepared.config) / STOP)
+    stop.install()
     preempted = False
     try:
         with recording(prepared, world, None) as metrics:
@@ -32,8 +36,8 @@ def train_until(config: Path, overrides: list[str], stop_after: int, forget_curs
             train_step = trainer.train_step
 
             def step_then_ask(*arguments):
-                told = world.rank == world.size - 1  # one rank is told, and all must agree
-                stop.requested = told and trainer.state.step == stop_after - 1
+                if world.rank == world.size - 1 and trainer.state.step == stop_after - 1:
+                    os.kill(os.getpid(), signal.SIGTERM)  # one rank is told, and all must agree
                 return train_step(*arguments)
 
             trainer.train_step = step_then_ask
