@@ -23,6 +23,7 @@ from data_pipeline.batch import Example
 from data_pipeline.index import ShardIndex
 from data_pipeline.lanes import START, Cursor, Lane, Row, deal
 
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PREFETCHED_ROWS = 32  # per loader process; hides the reading of a shard
 
 Transform = Callable[[Row], Example]
@@ -102,7 +103,12 @@ class TrainStream(Iterator[Example]):
             multiprocessing_context="fork",
             generator=torch.Generator(),  # its own: the global one is the model's
         )
-        self._examples = self._loading = iter(loader)
+        # Held back until a loader process ignores them, or one sent at its start would end it.
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+        try:
+            self._examples = self._loading = iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
         # At exit multiprocessing waits for processes that, by SIGTERM alone, would never end.
         atexit.register(self.close)
 
@@ -164,5 +170,6 @@ def _as_is(example: Any) -> Any:
 
 def _ignore_signals(worker: int) -> None:
     """Outlive Ctrl-C and SIGTERM: the trainer still needs its rows to save, then closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)

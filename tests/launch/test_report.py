@@ -142,7 +142,7 @@ def test_nothing_becomes_markup(tmp_path: Path) -> None:
     print_summary(console, study)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert evil in printed
-    assert "\n│ rope[bold] " in printed
+    assert "\nrope[bold] " in printed
 
 
 def test_summary_prints_verdict_notes_and_tables(study: Study, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_summary_prints_verdict_notes_and_tables(study: Study, tmp_path: Path) -
     print_summary(console, part)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert "rope reached learned’s final loss" in printed
-    assert "loss difference" in printed
+    assert "loss diff" in printed
     assert "tokens/s" in printed
     assert "Note: part is not finished: its last step is 100 of 700." in printed
 

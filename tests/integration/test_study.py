@@ -1,0 +1,118 @@
+"""A whole study as a user runs it: DeepSpeed's launcher, two processes an arm, MLflow's database."""
+
+import json
+
+import pytest
+import yaml
+
+from tests.conftest import TINY
+from tests.integration.processes import read_records, roformer
+
+pytestmark = pytest.mark.xdist_group("study")  # the study is trained once
+
+
+@pytest.fixture(scope="module")
+def study(tiny_shards, tmp_path_factory):
+    """Run a whole study: two arms, two processes each, through the launcher, with MLflow."""
+    folder = tmp_path_factory.mktemp("study")
+    config = folder / "study.yaml"
+    config.write_text(
+        yaml.safe_dump(
+            TINY
+            | {
+                "run": {"name": "study", "dir": str(folder / "runs"), "batch_hash": True},
+                "data": {
+                    "train": str(tiny_shards / "train"),
+                    "eval": str(tiny_shards / "eval"),
+                    "lanes": 8,
+                },
+                "launch": {"num_processes": 2},
+                "evaluation": {"every_steps": 3, "seq_len": 32},
+                "tracking": {"every_steps": 1},
+            }
+        )
+    )
+    done = roformer("compare", config)
+    assert done.returncode == 0, done.stdout
+    return folder / "runs", config, done.stdout
+
+
+def test_study_pairs_its_arms(study):
+    runs, _, _ = study
+    rope, learned = (read_records(runs / "study" / arm) for arm in ("rope", "learned"))
+    assert [r["data/hash"] for r in rope] == [r["data/hash"] for r in learned]
+    assert len(rope) == 12
+    assert [r["eval/targets"] for r in rope if "eval/loss" in r] == [
+        r["eval/targets"] for r in learned if "eval/loss" in r
+    ]
+    assert [r["train/loss"] for r in rope] != [r["train/loss"] for r in learned]
+    needed = {
+        *("step", "tokens", "stage", "seq_len", "global_batch", "micro_batch", "accumulation"),
+        *("lr", "train/loss", "train/accuracy", "train/targets", "grad_norm", "data/hash"),
+        *("perf/tokens_per_s", "perf/mfu", "perf/data_wait_s", "memory/peak_gib"),
+    }
+    assert needed <= rope[0].keys()
+
+
+def test_study_ends_with_table_report_and_the_way_to_mlflow(study):
+    runs, _, output = study
+    for text in ("rope", "learned", "held-out", str(runs / "study" / "report.html"), "mlflow"):
+        assert text in output
+    page = (runs / "study" / "report.html").read_text()
+    assert "<svg" in page
+    assert "http://" not in page.replace("http://www.w3.org", "").replace("http://127.0.0.1", "")
+
+
+def test_study_is_in_mlflow_as_parent_and_children(study):
+    from mlflow import MlflowClient
+
+    runs, config, _ = study
+    client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
+    (experiment,) = [e for e in client.search_experiments() if e.name == "roformer"]
+    found = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    assert found.keys() == {"study", "rope", "learned"}
+    for arm in ("rope", "learned"):
+        run = found[arm]
+        assert run.info.status == "FINISHED"
+        assert run.data.tags["mlflow.parentRunId"] == found["study"].info.run_id
+        assert run.data.params["model.positions"] == arm
+        history = client.get_metric_history(run.info.run_id, "train/loss")
+        assert [point.step for point in history] == list(range(1, 13))
+    names = {item.path for item in client.list_artifacts(found["study"].info.run_id)}
+    assert "report.html" in names
+    assert config.exists()
+
+
+def test_a_finished_study_is_not_trained_again(study):
+    runs, config, _ = study
+    before = (runs / "study" / "rope" / "metrics.jsonl").stat().st_mtime_ns
+    done = roformer("compare", config)
+    assert done.returncode == 0
+    assert "finished before" in done.stdout
+    assert (runs / "study" / "rope" / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+def test_report_of_single_runs(study, tmp_path):
+    runs, _, _ = study
+    done = roformer("report", runs / "study" / "rope")
+    assert done.returncode == 0
+    assert (runs / "study" / "rope" / "report.html").exists()
+    missing = roformer("report", tmp_path / "nowhere")
+    assert missing.returncode == 2
+    assert missing.stdout.startswith("roformer: error: ")
+    assert missing.stdout.count("\n") == 1
+
+
+def test_run_folder_explains_itself(study):
+    from configs.loader import load
+
+    runs, _, _ = study
+    folder = runs / "study" / "rope"
+    assert load(folder / "config.yaml").model.positions == "rope"
+    head = (folder / "config.yaml").read_text()
+    for fact in ("# torch:", "# deepspeed:", "# git:", "# tokenizer:", "# data:"):
+        assert fact in head
+    assert (folder / "done").exists()
+    (checkpoint,) = [p for p in (folder / "checkpoints").iterdir() if p.name == "step-00000012"]
+    manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
+    assert manifest["files"].keys() == {p.name for p in checkpoint.iterdir()} - {"MANIFEST.json"}
