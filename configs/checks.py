@@ -100,5 +100,8 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     lengths_fit_device,
     batches_divide,
     lanes_divide,
-    schedule_fits,
 )
+"""Each problem of theirs rests on the keys that it names."""
+
+CHECKS_OF_WHOLE_SECTIONS: tuple[Callable[..., Problems], ...] = (schedule_fits,)
+"""These rest on all keys of their sections, so they run only where all of them are right."""

@@ -186,6 +186,36 @@ def test_everything_wrong_is_reported_at_once(write):
     }
 
 
+def test_a_wrong_required_field_hides_nothing_else(write):
+    found = problems(
+        write(),
+        "curriculum.stages.0.steps=null",
+        "curriculum.stages.1.seq_len=4096",
+        "curriculum.stages.0.global_batch=7",
+        "launch.num_processes=2",
+        "run.name=a/b",
+        "schedule.warmup=100",
+    )
+    assert {line.partition(":")[0] for line in found} == {
+        "curriculum.stages.0.steps",
+        "curriculum.stages.1.seq_len",
+        "curriculum.stages.0.global_batch",
+        "run.name",
+    }  # warm-up cannot be judged while the steps are unknown
+
+
+@pytest.mark.parametrize("value", ["${", "${run.name", "${a:b:c}", "???", "${oc.env:NOT_SET_X}"])
+def test_broken_interpolations_give_one_line(write, value):
+    for path, overrides in (
+        (write(), [f"data.train={value}"]),
+        (write(MINIMAL + f"data: {{train: '{value}'}}\n"), []),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load(path, overrides)
+        assert len(caught.value.problems) == 1
+        assert "\n" not in caught.value.problems[0]
+
+
 def test_a_wrong_field_does_not_cause_errors_elsewhere(write):
     # the default of max_positions (512) would hold 64: the wrong value must not be judged twice
     assert len(problems(write(), "model.max_positions=x")) == 1

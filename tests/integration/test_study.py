@@ -1,4 +1,4 @@
-"""A whole study as a user runs it: DeepSpeed's launcher, two processes an arm, MLflow's database."""
+"""A whole study as a user runs it: launcher, two processes an arm, MLflow's database."""
 
 import json
 
