@@ -120,6 +120,7 @@ class Engine:
             lr=optimizer.lr,
             betas=optimizer.betas,
             eps=optimizer.eps,
+            fused=True,  # one pass over parameter, gradient and moments, on CPUs too
         )
         config = deepspeed_config(
             engine, optimizer, accumulation=max_accumulation, world=world.size
