@@ -61,6 +61,12 @@ def _report(arguments: argparse.Namespace, console: Console) -> int:
     return report(arguments.folders, console)
 
 
+def _export(arguments: argparse.Namespace, console: Console) -> int:
+    from launch.export import export
+
+    return export(arguments.run_folder, arguments.folder, console)
+
+
 CONFIGURED: dict[str, tuple[Callable[[argparse.Namespace, Console], int], str]] = {
     "tokenizer": (_tokenizer, "train the tokenizer on corpus.train"),
     "shards": (_shards, "write corpus.train and corpus.eval as shards"),
@@ -94,6 +100,10 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("report", help="write report.html and report.md of finished runs")
     command.add_argument("folders", type=Path, nargs="+", metavar="RUN")
     command.set_defaults(run=_report)
+    command = commands.add_parser("export", help="write a run's weights as a Hugging Face folder")
+    command.add_argument("run_folder", type=Path, metavar="RUN")
+    command.add_argument("folder", type=Path, metavar="FOLDER")
+    command.set_defaults(run=_export)
     return parser
 
 

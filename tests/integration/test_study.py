@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from launch.cli import main
 from tests.conftest import TINY
 from tests.integration.processes import read_records, roformer
 
@@ -101,6 +102,35 @@ def test_report_of_single_runs(study, tmp_path):
     assert missing.returncode == 2
     assert missing.stdout.startswith("roformer: error: ")
     assert missing.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arm", "architecture"), [("rope", "RoFormerForMaskedLM"), ("learned", "BertForMaskedLM")]
+)
+def test_export_is_a_folder_that_hugging_face_loads(study, tmp_path, arm, architecture):
+    import torch
+    import transformers
+
+    from configs.loader import load
+    from model.heads import LanguageModel
+    from trainer import checkpoint
+
+    run = study[0] / "study" / arm
+    assert main(["export", str(run), str(tmp_path / "hf")]) == 0
+    theirs, loading = getattr(transformers, architecture).from_pretrained(
+        tmp_path / "hf", output_loading_info=True
+    )
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    saved = checkpoint.load(checkpoint.complete(run / "checkpoints")[0])
+    ours = LanguageModel(load(run / "config.yaml").model, vocab_size=theirs.config.vocab_size)
+    ours.load_state_dict(saved.weights)
+    ids = torch.arange(5, 45)
+    with torch.no_grad():
+        logits = ours.eval()(ids, torch.arange(40), (40,), torch.arange(40))
+        expected = theirs.eval()(ids[None]).logits[0]
+    assert torch.allclose(logits, expected, atol=1e-5)
+    assert main(["export", str(run), str(tmp_path / "hf")]) == 2  # it is there already
 
 
 def test_run_folder_explains_itself(study):
