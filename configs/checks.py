@@ -20,10 +20,7 @@ def lengths_fit_positions(
     """Every length must be one that the positions can tell apart."""
     if model.positions == "none":
         return
-    lengths = {f"curriculum.stages.{n}.seq_len": s.seq_len for n, s in enumerate(curriculum.stages)}
-    if evaluation.seq_len is not None:
-        lengths["evaluation.seq_len"] = evaluation.seq_len
-    for key, seq_len in lengths.items():
+    for key, seq_len in _lengths(curriculum, evaluation):
         if seq_len > model.max_positions:
             yield (
                 key,
@@ -36,10 +33,7 @@ def lengths_fit_device(
     curriculum: CurriculumConfig, evaluation: EvaluationConfig, engine: EngineConfig
 ) -> Problems:
     """One row at least must fit a device's micro-batch."""
-    lengths = {f"curriculum.stages.{n}.seq_len": s.seq_len for n, s in enumerate(curriculum.stages)}
-    if evaluation.seq_len is not None:
-        lengths["evaluation.seq_len"] = evaluation.seq_len
-    for key, seq_len in lengths.items():
+    for key, seq_len in _lengths(curriculum, evaluation):
         if seq_len > engine.device_tokens:
             yield (
                 key,
@@ -93,6 +87,16 @@ def schedule_fits(schedule: ScheduleConfig, curriculum: CurriculumConfig) -> Pro
             f"warm-up {schedule.warmup} + decay {schedule.decay} are over the {total} "
             f"{schedule.unit} of the whole schedule",
         )
+
+
+def _lengths(
+    curriculum: CurriculumConfig, evaluation: EvaluationConfig
+) -> Iterator[tuple[str, int]]:
+    """Yield every length of rows, with its key."""
+    for number, stage in enumerate(curriculum.stages):
+        yield f"curriculum.stages.{number}.seq_len", stage.seq_len
+    if evaluation.seq_len is not None:
+        yield "evaluation.seq_len", evaluation.seq_len
 
 
 CHECKS: tuple[Callable[..., Problems], ...] = (

@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from launch.figures import binned, loss_limits, short_number
 from launch.report import (
-    binned,
     difference_grid,
     headline,
-    loss_limits,
     markdown_cell,
     print_summary,
-    short_number,
     stage_grid,
     write_report,
 )
