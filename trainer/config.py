@@ -224,9 +224,6 @@ class DeepSpeedKeys(Section):
     data_types: DataTypeKeys = Field(default_factory=DataTypeKeys)
     comms_logger: CommsLoggerKeys = Field(default_factory=CommsLoggerKeys)
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
-    prescale_gradients: bool | None = None
-    gradient_predivide_factor: PositiveFloat | None = None
-    disable_allgather: bool | None = None
     steps_per_print: PositiveInt | None = None
     wall_clock_breakdown: bool | None = None
     memory_breakdown: bool | None = None

@@ -1,6 +1,7 @@
 """One run, cut into pieces on other worlds: the same curve as in one go."""
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -93,3 +94,34 @@ def test_a_resume_that_forgets_its_cursors_is_noticed(tiny_config):
     got = run(tiny_config, "forgetful", 1, forget_cursors=True)
     with pytest.raises(AssertionError, match="other data in step 6"):
         assert_same_curve(got, whole)
+
+
+def test_learning_rate_by_tokens(tiny_config):
+    by_tokens = ["schedule.unit=tokens", "schedule.kind=linear", "schedule.warmup=600"]
+    records = run(tiny_config, "by-tokens", 1, *by_tokens)
+    total = records[TOTAL_STEPS]["tokens"]
+    for record in records.values():
+        t = record["tokens"]
+        expected = 1e-3 * (t / 600 if t <= 600 else (total - t) / (total - 600))
+        assert record["lr"] == pytest.approx(expected, rel=1e-12, abs=1e-18)
+
+
+def test_other_choices_train(tiny_config):
+    choices = [
+        *("objective.kind=causal", "model.positions=sinusoidal", "engine.precision=bf16"),
+        *(
+            "engine.zero_stage=3",
+            "engine.offload=optimizer",
+            "engine.activation_checkpointing=true",
+        ),
+        *(
+            "optimizer.lr=1e-2",
+            "model.dropout=0.1",
+            "engine.deepspeed.zero_optimization.reduce_bucket_size=10000",
+        ),
+    ]
+    records = run(tiny_config, "choices", 2, *choices)
+    losses = [record["train/loss"] for record in records.values()]
+    assert losses[0] == pytest.approx(math.log(261), abs=0.1)  # bytes and five special ids
+    assert losses[-1] < losses[0] - 0.5
+    assert records[1]["train/targets"] > 0.7 * 8 * 32  # all but each piece's last

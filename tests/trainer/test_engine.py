@@ -40,13 +40,13 @@ def test_further_keys_lie_over_ours_level_by_level():
         deepspeed={
             "zero_optimization": {"reduce_bucket_size": 1000},
             "bf16": {"check_grad_overflow": True},
-            "prescale_gradients": True,
+            "wall_clock_breakdown": True,
         },
     )
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 1000}
     assert made["zero_optimization"] == zero
     assert made["bf16"] == {"enabled": True, "check_grad_overflow": True}
-    assert made["prescale_gradients"] is True
+    assert made["wall_clock_breakdown"] is True
 
 
 def test_every_key_we_pass_on_is_one_that_deepspeed_knows():
