@@ -153,6 +153,7 @@ def _fingerprint(sources: list[str], text_key: str) -> str:
 def _spinner(console: Console, title: str) -> Iterator[Callable[[str], None]]:
     """Show that something goes on, and how far it is."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
+    silent = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=silent) as bars:
         task = bars.add_task(title)
         yield lambda text: bars.update(task, description=f"{title}: {text}")
