@@ -75,6 +75,7 @@ def make_plan(config: Config, *, world: int, vocab_size: int) -> Plan:
             vocab_size,
             [stage.seq_len] * stage.global_batch,
             round(share * stage.step_tokens),
+            causal=config.objective.kind == "causal",
         )
         tokens = factors.micro_batch * stage.seq_len
         activations = activation_bytes(config.model, config.engine, vocab_size, tokens, share)

@@ -50,9 +50,9 @@ def linear_attention(
         return numerator_BHLD / denominator_BHL1.clamp(min=FLOOR)
     length = v_BHLD.shape[2]
     num_chunks, size = chunks_of(length)
-    tensors, padding = (q_BHLF, k_BHLF, *turned, v_BHLD), num_chunks * size - length
-    if padding:
-        tensors = tuple(F.pad(x, (0, 0, 0, padding)) for x in tensors)
+    tensors = [q_BHLF, k_BHLF, *turned, v_BHLD]
+    if padding := num_chunks * size - length:
+        tensors = [F.pad(x, (0, 0, 0, padding)) for x in tensors]
     q, k, turned_q, turned_k, v = (x.unflatten(2, (num_chunks, size)) for x in tensors)
     numerator = (turned_q @ turned_k.mT).tril() @ v
     sums = k.cumsum(-2)
