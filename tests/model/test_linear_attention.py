@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from model.config import ModelConfig
 from model.linear_attention import (
@@ -320,6 +322,58 @@ def test_chunks_are_equal_and_hardly_padded(length: int) -> None:
     number, size = chunks_of(length)
     assert size <= CHUNK
     assert 0 <= number * size - length < number
+
+
+class NumbersWritten(TorchDispatchMode):
+    """Counts what every operation writes, forward and backward: work that FLOPs do not show."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.total += sum(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))
+        return result
+
+
+def written_per_token(
+    attend: Callable[[Tensor, Rotate, tuple[int, ...]], Tensor], config: ModelConfig, length: int
+) -> float:
+    qkv = torch.randn(3, length, H, D, requires_grad=True)
+    turn = RotaryPositions(config).rotation(torch.arange(length))
+    with NumbersWritten() as numbers:
+        attend(qkv, turn, (length,)).sum().backward()
+    return numbers.total / length
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("features", MAPS)
+def test_work_is_linear_in_the_length(features: str, causal: bool) -> None:
+    config = linear_config(features, max_positions=8192)
+    core = LinearCore(config, causal=causal)
+
+    def attend(qkv: Tensor, turn: Rotate, lengths: tuple[int, ...]) -> Tensor:
+        return core(*qkv.unbind(), rotate=turn, lengths=lengths)
+
+    short, long = (written_per_token(attend, config, length) for length in (1024, 8192))
+    assert long < 1.02 * short
+
+
+def test_a_loop_over_slices_would_not_be_linear() -> None:
+    """The control of the test above: O(L^2 / C) in the backward pass, though not in FLOPs."""
+    config = linear_config("elu", max_positions=8192)
+
+    def attend(qkv: Tensor, turn: Rotate, lengths: tuple[int, ...]) -> Tensor:
+        q, k, v = qkv.exp().unbind()
+        state, out = torch.zeros(H, D, D), []
+        for start in range(0, lengths[0], CHUNK):
+            part = [x[start : start + CHUNK].transpose(0, 1) for x in (q, k, v)]
+            out.append(part[0] @ state)
+            state = state + part[1].mT @ part[2]
+        return torch.cat(out, 1)
+
+    short, long = (written_per_token(attend, config, length) for length in (1024, 8192))
+    assert long > 4 * short
 
 
 # -- random features ---------------------------------------------------------------------------
