@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel
 
 from configs.schema import Config
-from configs.validation import Keys, defaults_of, dotted, unknown_key, validate
+from configs.validation import Keys, defaults_of, dotted, section_of, unknown_key, validate
 
 
 class ConfigError(ValueError):
@@ -96,13 +97,19 @@ def _read(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
     return _merge(_read(path.parent / parent, (*children, path.resolve())), data)
 
 
-def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Lay one mapping over another; lists and scalars are replaced whole."""
+def _merge(
+    below: dict[str, Any], above: dict[str, Any], section: type[BaseModel] = Config
+) -> dict[str, Any]:
+    """Lay one section over another; all else is replaced whole, mappings of the user's names too.
+
+    Arms of a study added to the default ones would be another study.
+    """
     merged = dict(below)
     for key, value in above.items():
-        old = merged.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        merged[key] = _merge(old, value) if both else value  # type: ignore[arg-type]
+        field, old = section.model_fields.get(key), merged.get(key)
+        inner = section_of(field.annotation) if field else None
+        both = inner is not None and isinstance(old, dict) and isinstance(value, dict)
+        merged[key] = _merge(old, value, inner) if both else value  # type: ignore[arg-type]
     return merged
 
 

@@ -210,7 +210,7 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield the dotted name of every field."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        if (section := _section_of(field.annotation)) is not None:
+        if (section := section_of(field.annotation)) is not None:
             yield from _all_keys(section, f"{prefix}{name}.")
 
 
@@ -225,7 +225,7 @@ def _section_at(path: Keys) -> type[BaseModel] | None:
     return section
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: Any) -> type[BaseModel] | None:
     """Return a field's type where that is a section."""
     is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
     return annotation if is_section else None
@@ -233,7 +233,7 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
     """Return the section in a field's type: itself, or that of a list's items."""
-    if (section := _section_of(annotation)) is not None:
+    if (section := section_of(annotation)) is not None:
         return section
     return next((s for part in get_args(annotation) if (s := _section_in(part))), None)
 
@@ -247,7 +247,7 @@ def defaults_of(model: type[BaseModel]) -> dict[str, Any]:
     """Return the defaults of a section and of those in it, so that interpolation sees them."""
     defaults: dict[str, Any] = {}
     for name, field in model.model_fields.items():
-        if (section := _section_of(field.annotation)) is not None:
+        if (section := section_of(field.annotation)) is not None:
             defaults[name] = defaults_of(section)
         elif not field.is_required():
             defaults[name] = field.get_default(call_default_factory=True)

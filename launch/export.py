@@ -27,10 +27,12 @@ ARCHITECTURES = {
 def export(run: Path, folder: Path, console: Console) -> int:
     """Write the newest undamaged checkpoint of `run` into `folder`, which must be new."""
     config = load(run / "config.yaml")
-    if config.model.positions not in ARCHITECTURES or config.objective.kind != "mlm":
+    model, objective = config.model, config.objective.kind
+    if (model.attention, objective) != ("softmax", "mlm") or model.positions not in ARCHITECTURES:
         raise ValueError(
-            f"{run}: Hugging Face has no form of positions={config.model.positions} with "
-            f"objective={config.objective.kind}; masked models with {' or '.join(ARCHITECTURES)} do"
+            f"{run}: Hugging Face has no form of positions={model.positions} with "
+            f"attention={model.attention} and objective={objective}; masked softmax models with "
+            f"{' or '.join(ARCHITECTURES)} have one"
         )
     found = checkpoint.find(run / "checkpoints", "auto")
     if found is None:

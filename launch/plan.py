@@ -69,15 +69,19 @@ def make_plan(config: Config, *, world: int, vocab_size: int) -> Plan:
             world=world,
             device_tokens=config.engine.device_tokens,
         )
-        share = stage.mask_rate if config.objective.kind == "mlm" else 1.0
+        causal = config.objective.kind == "causal"
+        share = 1.0 if causal else stage.mask_rate
         flops = training_flops(
             config.model,
             vocab_size,
             [stage.seq_len] * stage.global_batch,
             round(share * stage.step_tokens),
+            causal=causal,
         )
         tokens = factors.micro_batch * stage.seq_len
-        activations = activation_bytes(config.model, config.engine, vocab_size, tokens, share)
+        activations = activation_bytes(
+            config.model, config.engine, vocab_size, tokens, share, causal=causal
+        )
         stages.append(StagePlan(stage, factors, flops * stage.num_steps, activations))
     return Plan(
         world=world,
@@ -106,16 +110,26 @@ def state_bytes(num_parameters: int, engine: EngineConfig, world: int) -> int:
 
 
 def activation_bytes(
-    model: ModelConfig, engine: EngineConfig, vocab_size: int, tokens: int, share: float
+    model: ModelConfig,
+    engine: EngineConfig,
+    vocab_size: int,
+    tokens: int,
+    share: float,
+    *,
+    causal: bool = False,
 ) -> int:
     """Estimate the bytes kept for the backward pass of `tokens` tokens.
 
     Per layer and token: the inputs of four projections, q, k, v, two GELU tensors, two norms and
-    the attention's output. With activation checkpointing one tensor a layer, and one whole layer.
+    the attention's output. Linear attention adds its features in fp32, about 4 times over, and 8
+    times where it is causal. With activation checkpointing one tensor a layer, and one whole layer.
     The head adds fp32 logits, their softmax and their gradient at targets.
     """
     width, inner, size = model.hidden_size, model.intermediate_size, BYTES[engine.precision]
     layer = tokens * (12 * width + 2 * inner) * size
+    if model.attention == "linear":
+        per_head = 8 * model.num_turned + 4 * model.head_size if causal else 4 * model.num_turned
+        layer += tokens * model.num_heads * per_head * 4
     kept = model.num_layers * layer
     if engine.activation_checkpointing:
         kept = model.num_layers * tokens * width * size + layer

@@ -26,6 +26,7 @@ from launch.run_folder import DONE, REQUEUE, STOP, folder_of, open_folder, write
 from model.flops import training_flops
 from model.heads import LanguageModel
 from model.initialize import initialize
+from model.linear_attention import redraw
 from trainer import checkpoint
 from trainer.distributed import World, in_world, share_cores, world_from_environment
 from trainer.engine import Engine, init_distributed
@@ -93,11 +94,12 @@ def build_trainer(
     """Put a run together from its config, going on from its checkpoint if there is one."""
     config, tokenizer = prepared.config, prepared.tokenizer
     objective = partial(build_objective, config.objective, tokenizer, config.run.seed)
+    causal = objective(config.objective.mask_rate).causal
     saved = checkpoint.load(prepared.checkpoint) if prepared.checkpoint else None
     model = LanguageModel(
         config.model,
         vocab_size=tokenizer.vocab_size,
-        causal=objective(config.objective.mask_rate).causal,
+        causal=causal,
         checkpoint_layers=config.engine.activation_checkpointing,
     )
     if saved is None:
@@ -141,11 +143,12 @@ def build_trainer(
             metrics,
             every_steps=config.tracking.every_steps,
             device=engine.device,
-            flops=partial(training_flops, config.model, tokenizer.vocab_size),
+            flops=partial(training_flops, config.model, tokenizer.vocab_size, causal=causal),
             peak_flops=measure_matmul_peak(engine.device, DTYPES[config.engine.precision]),
         ),
         progress=progress,
         stop=stop,
+        redraw=partial(redraw, model, config.run.seed),
     )
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.linear_attention import LinearCore
 from model.positions import Rotate
 
 
@@ -51,7 +52,10 @@ class SoftmaxCore(nn.Module):
         return torch.cat(out) if out else v_THD
 
 
-CORES: dict[str, type[SoftmaxCore]] = {"softmax": SoftmaxCore}
+CORES: dict[str, type[SoftmaxCore] | type[LinearCore]] = {
+    "softmax": SoftmaxCore,
+    "linear": LinearCore,
+}
 
 
 class SelfAttention(nn.Module):

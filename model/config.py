@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
@@ -25,7 +25,14 @@ class ModelConfig(Section):
 
     positions: Literal["rope", "learned", "sinusoidal", "none"] = "rope"
     """How the model learns the order of tokens."""
-    attention: Literal["softmax"] = "softmax"
+    attention: Literal["softmax", "linear"] = "softmax"
+    """Softmax of scaled products, or sums of feature maps in linear time (eq. 2 or 19)."""
+    features: Literal["elu", "favor"] = "elu"
+    """Feature map of linear attention: elu(x) + 1, or the Performer's FAVOR+."""
+    num_features: PositiveInt = 256
+    """Random features of favor; elu has as many as a head."""
+    redraw_steps: NonNegativeInt = 1000
+    """Training steps between two draws of favor's features; 0: one draw for the whole run."""
     num_layers: PositiveInt = 12
     hidden_size: PositiveInt = 768
     num_heads: PositiveInt = 12
@@ -50,14 +57,30 @@ class ModelConfig(Section):
         """Features of one attention head."""
         return self.hidden_size // self.num_heads
 
+    @property
+    def has_random_features(self) -> bool:
+        """Whether queries and keys pass through FAVOR+."""
+        return self.attention == "linear" and self.features == "favor"
+
+    @property
+    def num_turned(self) -> int:
+        """Features of a query or key where rope turns them: in linear attention, after its map."""
+        return self.num_features if self.has_random_features else self.head_size
+
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield what the sizes do not allow."""
+        """Yield what the sizes and kinds do not allow."""
         if self.hidden_size % self.num_heads:
             yield (
                 "hidden_size",
                 f"{self.hidden_size} is not a multiple of num_heads={self.num_heads}",
             )
-        elif self.positions == "rope" and self.head_size % 2:
+        elif self.positions == "rope" and self.has_random_features and self.num_features % 2:
+            yield (
+                "num_features",
+                f"positions=rope turns pairs of features, and {self.num_features} is odd; "
+                f"take {self.num_features + 1}",
+            )
+        elif self.positions == "rope" and self.num_turned % 2:
             yield (
                 "hidden_size",
                 f"positions=rope turns pairs of features, but hidden_size={self.hidden_size} over "
@@ -67,4 +90,15 @@ class ModelConfig(Section):
             yield (
                 "hidden_size",
                 f"positions=sinusoidal needs an even size, got {self.hidden_size}",
+            )
+        if self.attention == "linear" and self.attention_dropout:
+            yield (
+                "attention_dropout",
+                f"{self.attention_dropout} cannot be had with attention=linear, which never has "
+                "the weights in hand; set it to 0",
+            )
+        if self.attention == "softmax" and self.features != "elu":
+            yield (
+                "features",
+                f"{self.features} is a feature map of attention=linear, and attention is softmax",
             )

@@ -66,6 +66,8 @@ def from_huggingface(weights: Mapping[str, Tensor], config: ModelConfig) -> dict
 
 def _names(config: ModelConfig) -> dict[str, list[str]]:
     """Return each weight of ours with theirs, which stacked on each other make it."""
+    if config.attention != "softmax":
+        raise ValueError(f"model.attention={config.attention} has no Hugging Face form")
     if config.positions not in PREFIXES:
         raise ValueError(
             f"model.positions={config.positions} has no Hugging Face form; "

@@ -93,7 +93,7 @@ class RotaryPositions(Positions):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        angles_PR = angles(config.max_positions, config.head_size, config.rope_base)
+        angles_PR = angles(config.max_positions, config.num_turned, config.rope_base)
         self.cos = Table(np.cos(angles_PR))
         self.sin = Table(np.sin(angles_PR))
 

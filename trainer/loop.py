@@ -74,6 +74,8 @@ class Trainer:
     recorder: Recorder
     progress: Progress
     stop: StopRequest
+    redraw: Callable[[int], None]
+    """Gives the model its random features of a step."""
 
     def fit(self) -> None:
         """Train to the end of the last stage, evaluating and saving where it is time to.
@@ -100,6 +102,7 @@ class Trainer:
         waited = time.perf_counter() - started
         (targets,) = self.sum(sum(batch.num_targets for batch in batches))
         self.advance(stage, batches)
+        self.redraw(self.state.step)
         lr, total, correct, grad_norm = self.learning_rate(stage), 0.0, 0.0, None
         for number, batch in enumerate(batches):
             self.seed_dropout(number)

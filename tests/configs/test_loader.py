@@ -41,6 +41,43 @@ def test_resolved_form_loads_to_the_same_config(name, write):
     assert load(write(to_yaml(config))) == config
 
 
+def test_the_papers_performer_and_its_twin():
+    full, small = (load(CONFIGS / kind / "performer.yaml") for kind in ("paper", "small"))
+    model = full.model
+    assert (model.num_layers, model.hidden_size, model.num_heads) == (12, 768, 12)
+    assert (model.attention, model.positions, full.tokenizer.kind) == ("linear", "rope", "bytes")
+    assert [(s.seq_len, s.global_batch) for s in full.curriculum.stages] == [(1024, 128)]
+    assert (full.objective.kind, full.optimizer.lr) == ("causal", 1e-4)
+    assert full.compare.arms == {
+        name: [f"model.positions={name}"] for name in ("rope", "none", "learned")
+    }
+    assert small.compare == full.compare
+    assert small.model.attention == "linear"
+
+
+def test_a_files_arms_take_the_place_of_the_default_ones(write):
+    arms = "compare: {arms: {none: [model.positions=none], rope: [model.positions=rope]}}"
+    parent = write(MINIMAL + arms)
+    assert list(load(parent).compare.arms) == ["none", "rope"]
+    child = write("extends: config.yaml\ncompare: {arms: {a: [run.seed=1], b: []}}", "child.yaml")
+    assert list(load(child).compare.arms) == ["a", "b"]
+    assert list(load(child, ["compare.arms.c=[run.seed=2]"]).compare.arms) == ["a", "b", "c"]
+    assert list(load(write()).compare.arms) == ["rope", "learned"]
+
+
+def test_attentions_that_do_not_fit_are_one_line(write):
+    path = write()
+    dropped = ["model.attention=linear", "model.attention_dropout=0.1"]
+    (problem,) = problems(path, *dropped)
+    assert problem.startswith("model.attention_dropout: 0.1 cannot be had with attention=linear")
+    (problem,) = problems(path, "model.features=favor")
+    assert problem.startswith("model.features: favor is a feature map of attention=linear")
+    odd = ["model.attention=linear", "model.features=favor", "model.num_features=9"]
+    (problem,) = problems(path, *odd)
+    assert problem.startswith("model.num_features: ")
+    assert problem.endswith("9 is odd; take 10")
+
+
 def test_paper_stages_and_their_twin_have_one_shape():
     full, small = (load(CONFIGS / kind / "chinese.yaml").curriculum for kind in ("paper", "small"))
     table = [

@@ -2,11 +2,15 @@ import io
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from configs.loader import load
-from launch.plan import make_plan, print_plan, state_bytes
+from launch.plan import activation_bytes, make_plan, print_plan, state_bytes
+from model.config import ModelConfig
 from model.heads import LanguageModel
+from model.linear_attention import LinearCore
+from model.positions import RotaryPositions
 from trainer.config import EngineConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -56,3 +60,28 @@ def test_printed_plan_says_what_is_not_ready(tmp_path):
     for expected in ("200,000", "1,536", "26.2 B", "ZeRO-1", "not ready: data/chinese"):
         assert expected in text
     assert not list(tmp_path.iterdir())  # a plan writes nothing
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("features", ["elu", "favor"])
+def test_linear_attention_keeps_about_what_the_plan_says(features, causal):
+    softmax = ModelConfig()
+    linear = ModelConfig(attention="linear", features=features)
+    with_it, without = (
+        activation_bytes(model, EngineConfig(), 100, 512, 0.1, causal=causal)
+        for model in (linear, softmax)
+    )
+    core = LinearCore(linear, causal=causal)
+    rotate = RotaryPositions(linear).rotation(torch.arange(512))
+    qkv = torch.randn(512, 3, 12, 64, requires_grad=True)
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no address comes twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        core(*qkv.unbind(1), rotate=rotate, lengths=(512,))
+    kept.pop(qkv.untyped_storage().data_ptr(), None)
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    assert (with_it - without) / softmax.num_layers == pytest.approx(measured, rel=0.25)

@@ -39,7 +39,10 @@ def test_scalars_may_be_text() -> None:
         ("layer_norm_eps", 0),
         ("rope_base", "inf"),
         ("positions", "rotary"),
-        ("attention", "linear"),
+        ("attention", "quadratic"),
+        ("features", "relu"),
+        ("num_features", 0),
+        ("redraw_steps", -1),
         ("num_layer", 2),
     ],
 )
@@ -63,6 +66,34 @@ def test_sizes_that_do_not_fit_are_named(
     ((field, message),) = ModelConfig.model_validate(changes).problems()
     assert field == "hidden_size"
     assert all(number in message for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "told"),
+    [
+        ({"attention": "linear", "attention_dropout": 0.1}, "attention_dropout", "0.1"),
+        ({"features": "favor"}, "features", "softmax"),
+        ({"attention": "linear", "features": "favor", "num_features": 7}, "num_features", "take 8"),
+        ({"attention": "linear", "hidden_size": 36}, "hidden_size", "an odd size"),
+    ],
+)
+def test_kinds_that_do_not_fit_are_named(changes: dict[str, object], field: str, told: str) -> None:
+    ((found, message),) = ModelConfig.model_validate(changes).problems()
+    assert found == field
+    assert told in message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"positions": "learned", "features": "favor", "num_features": 7},
+        {"features": "favor", "hidden_size": 36},  # rope turns features, of which there are 256
+        {"features": "elu", "num_features": 7},
+    ],
+)
+def test_kinds_that_fit_are_accepted(changes: dict[str, object]) -> None:
+    config = ModelConfig.model_validate({"attention": "linear", **changes})
+    assert list(config.problems()) == []
 
 
 def test_an_odd_head_size_suits_the_absolute_kinds() -> None:

@@ -231,3 +231,9 @@ def test_kinds_they_do_not_have_are_refused(kind: str) -> None:
     model = small_model(positions=kind)
     with pytest.raises(ValueError, match=f"positions={kind} .* rope and learned"):
         to_huggingface(model.state_dict(), model.config)
+
+
+def test_linear_attention_is_refused() -> None:
+    model = small_model(attention="linear")
+    with pytest.raises(ValueError, match="attention=linear has no Hugging Face form"):
+        to_huggingface(model.state_dict(), model.config)
