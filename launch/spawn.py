@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -68,15 +69,23 @@ def spawn(config: Config, path: Path, overrides: Sequence[str], *, processes: in
     for marker in (DONE, REQUEUE, STOP):
         (folder / marker).unlink(missing_ok=True)
     command = rank_command(path, overrides, processes=processes)
-    launched = subprocess.Popen(command, env=rank_environment(processes))
+    # In a session of their own: what a terminal or a scheduler sends to our whole process group
+    # reaches us alone, and we ask all ranks to stop after the same step.
+    launched = subprocess.Popen(command, env=rank_environment(processes), start_new_session=True)
 
     def ask_to_stop(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and (folder / STOP).exists():
+            os.killpg(launched.pid, signal.SIGKILL)
+            return
         (folder / STOP).touch()
+        again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
+        print(f"roformer: asked to stop: saving after this step{again}", file=sys.stderr)
 
-    signals = (signal.SIGTERM, signal.SIGUSR1)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     old = {number: signal.signal(number, ask_to_stop) for number in signals}
     try:
         code = launched.wait()
+        end_session(launched.pid)
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
@@ -84,9 +93,31 @@ def spawn(config: Config, path: Path, overrides: Sequence[str], *, processes: in
         return EXIT_OK
     if (folder / REQUEUE).exists():
         return EXIT_PREEMPTED
+    (folder / STOP).unlink(missing_ok=True)
     if code == EXIT_BAD_INPUT:
         return code  # a rank has said what is wrong
     raise Failed(
         f"{config.run.name} ended before it was finished (the launcher's exit code is {code}); "
         "the first failing rank says why above; start again to go on from the last checkpoint"
     )
+
+
+def end_session(session: int, *, grace_s: float = 60.0) -> None:
+    """Wait for what a launcher that died before its ranks has left; end it after `grace_s`."""
+    deadline = time.monotonic() + grace_s
+    while _has_processes(session) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if _has_processes(session):
+        os.killpg(session, signal.SIGKILL)
+
+
+def _has_processes(session: int) -> bool:
+    """Whether a process of this session runs; one that has ended but was not reaped does not."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, its_session = status.read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):
+            continue  # it has just ended
+        if int(its_session) == session and state != "Z":
+            return True
+    return False

@@ -13,34 +13,38 @@ from tests.integration.processes import ROOT, read_records, roformer
 from trainer.distributed import free_port
 
 
-def test_sigterm_saves_and_exits_75_and_the_next_start_goes_on(tiny_config):
+@pytest.mark.parametrize("to_the_group", [False, True])
+def test_a_signal_saves_and_exits_75_and_the_next_start_goes_on(tiny_config, to_the_group):
     overrides = [
-        "curriculum.stages.0.steps=150",
+        "curriculum.stages.0.steps=80",
         "launch.num_processes=2",
         "data.workers=1",
         "tracking.mlflow.uri=sqlite:///${run.dir}/mlflow.db",
     ]
     command = [sys.executable, "-m", "launch.cli", "train", str(tiny_config), *overrides]
     folder = tiny_config.parent / "runs" / "tiny"
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + 120
     while not (folder / "metrics.jsonl").exists() or len(read_records(folder)) < 3:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    if to_the_group:
+        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
+    else:
+        process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 75
     assert (folder / "requeue").exists()
     assert not (folder / "done").exists()
     assert not (folder / "stop").exists()
     stopped_at = read_records(folder)[-1]["step"]
-    assert stopped_at < 157
+    assert stopped_at < 87
     done = roformer("train", tiny_config, *overrides)
     assert done.returncode == 0, done.stdout
     assert not (folder / "requeue").exists()
     steps = [record["step"] for record in read_records(folder)]
-    assert steps == list(range(1, 158))  # goes on at the next step, and none is done twice
-    assert len({record["data/hash"] for record in read_records(folder)}) == 157
+    assert steps == list(range(1, 88))  # goes on at the next step, and none is done twice
+    assert len({record["data/hash"] for record in read_records(folder)}) == 87
 
 
 def test_a_loss_that_is_no_number_ends_the_run_with_a_message(tiny_config):
