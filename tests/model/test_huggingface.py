@@ -1,6 +1,7 @@
 """The same weights give the same logits as in Hugging Face's models."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, RoFormerConfig, RoFormerForMaskedLM
 
 from model import positions as positions_module
-from model.attention import SoftmaxCore
 from model.encoder import Embeddings
 from model.heads import LanguageModel
 from model.huggingface import ANGLES, from_huggingface, to_huggingface
+from model.kernels.rotary import rotate_qk
+from model.positions import Rotate
 from tests.model.helpers import (
     VOCAB,
     difference,
@@ -119,17 +121,9 @@ def test_the_exported_angles_are_sine_then_cosine() -> None:
     assert sine[1, 1].item() == pytest.approx(0.2137807, abs=1e-6)  # sin(10000 ** (-2 / 12))
 
 
-def halves(x: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    a, b = x.chunk(2, dim=-1)
-    cos, sin = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-
-right_core = SoftmaxCore.forward
-
-
-def turned_values(self: SoftmaxCore, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-    return right_core(self, q, k, how["rotate"](v), **how)
+def turned_values(self: Rotate, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv.unbind(1)
+    return self(q), self(k), self(v)
 
 
 def without_norm(self: Embeddings, ids: Tensor, positions: Tensor, types: Tensor) -> Tensor:
@@ -145,9 +139,9 @@ def tanh_gelu(x: Tensor) -> Tensor:
 
 
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
-    "halves": (positions_module, "rotate", halves),
+    "halves": (positions_module, "rotate_qk", partial(rotate_qk, halves=True)),
     "no rotation": (positions_module.RotaryPositions, "rotation", lambda self, positions: None),
-    "turned values": (SoftmaxCore, "forward", turned_values),
+    "turned values": (Rotate, "split", turned_values),
     "no embedding LayerNorm": (Embeddings, "forward", without_norm),
     "no token types": (Embeddings, "forward", reset_types),
     "tanh GELU": (F, "gelu", tanh_gelu),

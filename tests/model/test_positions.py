@@ -3,14 +3,12 @@
 import copy
 import pickle
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from model.attention import SoftmaxCore
 from model.config import ModelConfig
 from model.positions import POSITIONS, RotaryPositions, Rotate, SinusoidalPositions, Table
 from tests.model.helpers import (
@@ -38,8 +36,8 @@ def exact_cos(config: ModelConfig) -> Tensor:
 
 def tables(rotate: Rotate) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines that a rotation carries."""
-    assert isinstance(rotate, partial)
-    return rotate.keywords["cos_TR"], rotate.keywords["sin_TR"]
+    assert rotate.rows_T is None
+    return rotate.turns_PR2[..., 0], rotate.turns_PR2[..., 1]
 
 
 class Buffered(nn.Module):
@@ -67,13 +65,14 @@ def test_the_attention_of_a_cast_model_is_given_fp32_angles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = []
-    original = SoftmaxCore.forward
+    original = Rotate.split
 
-    def spy(self: SoftmaxCore, *qkv: Tensor, rotate: Rotate, lengths: tuple[int, ...]) -> Tensor:
-        seen.append([x.dtype for x in (*qkv, *tables(rotate))])
-        return original(self, *qkv, rotate=rotate, lengths=lengths)
+    def spy(self: Rotate, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        result = original(self, qkv)
+        seen.append([x.dtype for x in (*result, *tables(self))])
+        return result
 
-    monkeypatch.setattr(SoftmaxCore, "forward", spy)
+    monkeypatch.setattr(Rotate, "split", spy)
     logits(small_model(dtype=torch.bfloat16), document(9, 0))
     assert seen == [[torch.bfloat16] * 3 + [torch.float32] * 2] * 2
 
