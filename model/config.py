@@ -44,11 +44,20 @@ class ModelConfig(Section):
     """Standard deviation of initial matrices and embeddings."""
     rope_base: PositiveFloat = 10000.0
     """Wavelength base of the rotary frequencies, theta_i = base^(-2i/d)."""
+    rope_size: PositiveInt | None = None
+    """Features of each head that turn, the first ones; all by default."""
+    rope_pairs: Literal["interleaved", "halves"] = "interleaved"
+    """Which features turn together: 2i and 2i + 1 as in the paper, or i and i + rope_size/2."""
 
     @property
     def head_size(self) -> int:
         """Features of one attention head."""
         return self.hidden_size // self.num_heads
+
+    @property
+    def turned_size(self) -> int:
+        """Features of one attention head that turn where positions=rope."""
+        return self.rope_size or self.head_size
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield what the sizes do not allow."""
@@ -62,6 +71,13 @@ class ModelConfig(Section):
                 "hidden_size",
                 f"positions=rope turns pairs of features, but hidden_size={self.hidden_size} over "
                 f"num_heads={self.num_heads} gives heads of {self.head_size}, an odd size",
+            )
+        elif self.positions == "rope" and (
+            self.turned_size % 2 or self.turned_size > self.head_size
+        ):
+            yield (
+                "rope_size",
+                f"{self.rope_size} is odd or over the {self.head_size} features of a head",
             )
         elif self.positions == "sinusoidal" and self.hidden_size % 2:
             yield (

@@ -50,7 +50,8 @@ class Rotate:
     in a table that its cache holds, rather than reading 8 x R bytes a token.
     """
 
-    def __init__(self, positions_T: Tensor, turns: Table) -> None:
+    def __init__(self, positions_T: Tensor, turns: Table, *, halves: bool = False) -> None:
+        self.halves = halves
         self.rows_T: Tensor | None = None
         if positions_T.is_cuda:
             self.rows_T, self.turns_PR2 = positions_T.int(), turns.on(positions_T.device)
@@ -60,11 +61,11 @@ class Rotate:
     def __call__(self, x_THD: Tensor) -> Tensor:
         """Return x turned, as a new tensor."""
         turns = self.turns_PR2 if self.rows_T is None else self.turns_PR2[self.rows_T]
-        return rotate(x_THD, *turns.unbind(-1))
+        return rotate(x_THD, *turns.unbind(-1), halves=self.halves)
 
     def split(self, qkv_T3HD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return turned q and k, and v, of a packed projection, which is written over."""
-        return rotate_qk(qkv_T3HD, self.rows_T, self.turns_PR2)
+        return rotate_qk(qkv_T3HD, self.rows_T, self.turns_PR2, halves=self.halves)
 
 
 class Positions(nn.Module):
@@ -115,12 +116,13 @@ class RotaryPositions(Positions):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        angles_PR = angles(config.max_positions, config.head_size, config.rope_base)
+        angles_PR = angles(config.max_positions, config.turned_size, config.rope_base)
+        self.halves = config.rope_pairs == "halves"
         self.turns = Table(np.stack([np.cos(angles_PR), np.sin(angles_PR)], axis=-1))
 
     def rotation(self, positions_T: Tensor) -> Rotate:
         """Return what turns a pack with these positions."""
-        return Rotate(positions_T, self.turns)
+        return Rotate(positions_T, self.turns, halves=self.halves)
 
 
 POSITIONS: dict[str, type[Positions]] = {

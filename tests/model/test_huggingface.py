@@ -1,7 +1,6 @@
 """The same weights give the same logits as in Hugging Face's models."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -121,6 +120,10 @@ def test_the_exported_angles_are_sine_then_cosine() -> None:
     assert sine[1, 1].item() == pytest.approx(0.2137807, abs=1e-6)  # sin(10000 ** (-2 / 12))
 
 
+def wrong_pairs(qkv: Tensor, *where: Tensor, halves: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return rotate_qk(qkv, *where, halves=not halves)
+
+
 def turned_values(self: Rotate, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = qkv.unbind(1)
     return self(q), self(k), self(v)
@@ -139,7 +142,7 @@ def tanh_gelu(x: Tensor) -> Tensor:
 
 
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
-    "halves": (positions_module, "rotate_qk", partial(rotate_qk, halves=True)),
+    "halves": (positions_module, "rotate_qk", wrong_pairs),
     "no rotation": (positions_module.RotaryPositions, "rotation", lambda self, positions: None),
     "turned values": (Rotate, "split", turned_values),
     "no embedding LayerNorm": (Embeddings, "forward", without_norm),
@@ -225,3 +228,11 @@ def test_kinds_they_do_not_have_are_refused(kind: str) -> None:
     model = small_model(positions=kind)
     with pytest.raises(ValueError, match=f"positions={kind} .* rope and learned"):
         to_huggingface(model.state_dict(), model.config)
+
+
+@pytest.mark.parametrize("changes", [{"rope_pairs": "halves"}, {"rope_size": 4}])
+def test_rotations_that_roformer_has_not_are_refused(changes: dict[str, Any]) -> None:
+    model = small_model(**changes)
+    with pytest.raises(ValueError, match="no Hugging Face form"):
+        to_huggingface(model.state_dict(), model.config)
+    assert to_huggingface(small_model().state_dict(), small_config())

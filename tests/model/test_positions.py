@@ -159,3 +159,28 @@ def test_bf16_model_stays_near_fp32(kind: str) -> None:
     )
     assert narrow.dtype == torch.bfloat16
     assert (wide - narrow).std() < 0.05 * wide.std()
+
+
+@pytest.mark.parametrize("size", [6, 8])
+@pytest.mark.parametrize("pairs", ["interleaved", "halves"])
+def test_attention_turns_the_pairs_and_the_part_of_the_config(size: int, pairs: str) -> None:
+    """Moving the rows of the projection makes the pairs of one layout those of the other."""
+    torch.manual_seed(0)
+    config = small_config(rope_size=size, rope_pairs=pairs)
+    positions = torch.arange(9) * 5
+    x = torch.randn(9, 3, 4, 8)
+    rotation = RotaryPositions(config).rotation(positions)
+    q, k, v = rotation.split(x.clone())
+    place = np.arange(8)
+    if pairs == "halves":
+        place[:size] = np.arange(size).reshape(2, -1).T.ravel()
+    theta = config.rope_base ** (-np.arange(0, size, 2) / size)
+    turns = np.exp(1j * positions.numpy()[:, None] * theta)[:, None]
+    for turned, still in ((q, x[:, 0]), (k, x[:, 1])):
+        assert difference(turned, rotation(still)) < 1e-6
+        after, before = (y.double().numpy()[..., place] for y in (turned, still))
+        expected = (before[..., :size:2] + 1j * before[..., 1:size:2]) * turns
+        assert np.abs(after[..., :size:2] - expected.real).max() < 1e-6
+        assert np.abs(after[..., 1:size:2] - expected.imag).max() < 1e-6
+        assert np.array_equal(after[..., size:], before[..., size:])
+    assert torch.equal(v, x[:, 2])
