@@ -128,7 +128,7 @@ def activation_bytes(
     width, inner, size = model.hidden_size, model.intermediate_size, BYTES[engine.precision]
     layer = tokens * (12 * width + 2 * inner) * size
     if model.attention == "linear":
-        per_head = 8 * model.num_turned + 4 * model.head_size if causal else 4 * model.num_turned
+        per_head = 8 * model.query_size + 4 * model.head_size if causal else 4 * model.query_size
         layer += tokens * model.num_heads * per_head * 4
     kept = model.num_layers * layer
     if engine.activation_checkpointing:

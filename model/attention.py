@@ -1,12 +1,14 @@
 """Self-attention over packed documents (eq. 2): each piece of text sees itself only.
 
 A core is what happens between the projections: core(q, k, v, rotate=..., lengths=...). It applies
-the rotation itself, since not every attention rotates what the projection gives.
+the rotation itself, since not every attention rotates what the projection gives; one that does says
+so by `rotates_projections`, and gets q and k turned already, in one pass over the packed tensor.
 
 Shapes: T tokens, C hidden size, H heads, D head size, S selected tokens; B pieces of L tokens.
 """
 
 from itertools import groupby
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,8 @@ from model.positions import Rotate
 
 class SoftmaxCore(nn.Module):
     """Scaled dot products and softmax."""
+
+    rotates_projections: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig, *, causal: bool) -> None:
         super().__init__()
@@ -78,6 +82,10 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """Return the attention's output [T, C], or [S, C] of the selected tokens."""
         qkv_T3HD = self.qkv(x_TC).unflatten(-1, (3, self.num_heads, -1))
-        context_THD = self.core(*qkv_T3HD.unbind(1), rotate=rotate, lengths=lengths)
+        if rotate is not None and self.core.rotates_projections:
+            qkv, rotate = rotate.split(qkv_T3HD), None
+        else:
+            qkv = qkv_T3HD.unbind(1)
+        context_THD = self.core(*qkv, rotate=rotate, lengths=lengths)
         context_TC = context_THD.flatten(1)
         return self.output(context_TC if select is None else context_TC.index_select(0, select))

@@ -51,6 +51,10 @@ class ModelConfig(Section):
     """Standard deviation of initial matrices and embeddings."""
     rope_base: PositiveFloat = 10000.0
     """Wavelength base of the rotary frequencies, theta_i = base^(-2i/d)."""
+    rope_size: PositiveInt | None = None
+    """Features of each head that turn, the first ones; all by default."""
+    rope_pairs: Literal["interleaved", "halves"] = "interleaved"
+    """Which features turn together: 2i and 2i + 1 as in the paper, or i and i + rope_size/2."""
 
     @property
     def head_size(self) -> int:
@@ -63,9 +67,14 @@ class ModelConfig(Section):
         return self.attention == "linear" and self.features == "favor"
 
     @property
-    def num_turned(self) -> int:
-        """Features of a query or key where rope turns them: in linear attention, after its map."""
+    def query_size(self) -> int:
+        """Features of a query or key where they meet: in linear attention, after its map."""
         return self.num_features if self.has_random_features else self.head_size
+
+    @property
+    def turned_size(self) -> int:
+        """Features of a query or key that turn where positions=rope."""
+        return self.rope_size or self.query_size
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield what the sizes and kinds do not allow."""
@@ -80,11 +89,18 @@ class ModelConfig(Section):
                 f"positions=rope turns pairs of features, and {self.num_features} is odd; "
                 f"take {self.num_features + 1}",
             )
-        elif self.positions == "rope" and self.num_turned % 2:
+        elif self.positions == "rope" and self.query_size % 2:
             yield (
                 "hidden_size",
                 f"positions=rope turns pairs of features, but hidden_size={self.hidden_size} over "
                 f"num_heads={self.num_heads} gives heads of {self.head_size}, an odd size",
+            )
+        elif self.positions == "rope" and (
+            self.turned_size % 2 or self.turned_size > self.query_size
+        ):
+            yield (
+                "rope_size",
+                f"{self.rope_size} is odd or over the {self.query_size} features of a head",
             )
         elif self.positions == "sinusoidal" and self.hidden_size % 2:
             yield (

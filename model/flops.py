@@ -53,7 +53,7 @@ def _linear(config: ModelConfig, length: int, causal: bool) -> int:
     A causal piece is counted in the chunks that it is computed in, their padding included, which is
     less than one token a chunk.
     """
-    features, size = config.num_turned, config.head_size
+    features, size = config.query_size, config.head_size
     if not causal:  # k v^T, its product with q, and the denominator
         products = length * (2 * features * size + features)
     else:

@@ -73,6 +73,14 @@ def _names(config: ModelConfig) -> dict[str, list[str]]:
             f"model.positions={config.positions} has no Hugging Face form; "
             f"those with one are {' and '.join(PREFIXES)}"
         )
+    if config.positions == "rope" and (config.rope_pairs, config.turned_size) != (
+        "interleaved",
+        config.head_size,
+    ):
+        raise ValueError(
+            f"model.rope_pairs={config.rope_pairs} with rope_size={config.turned_size} has no "
+            f"Hugging Face form; that turns interleaved pairs of all {config.head_size} features"
+        )
     prefix = PREFIXES[config.positions]
     modules = {
         "encoder.embeddings.norm": [f"{prefix}.embeddings.LayerNorm"],

@@ -13,6 +13,7 @@ chunks of C.
 import hashlib
 import math
 from itertools import groupby
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -81,11 +82,13 @@ def _sum_before(x_BHN: Tensor) -> Tensor:
 class LinearCore(nn.Module):
     """Feature map, rotation and eq. 19, in fp32 or wider whatever the model's type."""
 
+    rotates_projections: ClassVar[bool] = False  # but what the feature map makes of them
+
     def __init__(self, config: ModelConfig, *, causal: bool) -> None:
         super().__init__()
         self.causal = causal
         self.features = FEATURES[config.features](config)
-        self.num_features = config.num_turned
+        self.num_features = config.query_size
 
     def forward(
         self,

@@ -6,19 +6,13 @@ turn queries and keys inside the attention (rope: section 3.2, eq. 14-16), or do
 Shapes: T tokens, C hidden size, D head size, R = D/2 rotated pairs, P positions of a table.
 """
 
-from collections.abc import Callable
-from functools import partial
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.kernels.rotary import rotate
-
-Rotate = Callable[[Tensor], Tensor]
-"""Turns queries or keys [T, H, D] by the angles of their tokens."""
+from model.kernels.rotary import rotate, rotate_qk
 
 
 def angles(num_positions: int, size: int, base: float) -> NDArray[np.float64]:
@@ -38,11 +32,40 @@ class Table:
         self.values = torch.from_numpy(values.astype(np.float32))
         self._moved = self.values
 
+    def on(self, device: torch.device) -> Tensor:
+        """Return the whole table on a device; the last one asked for is kept."""
+        if self._moved.device != device:
+            self._moved = self.values.to(device)
+        return self._moved
+
     def __getitem__(self, index: Tensor) -> Tensor:
         """Return the rows at index, on index's device."""
-        if self._moved.device != index.device:
-            self._moved = self.values.to(index.device)
-        return self._moved[index]
+        return self.on(index.device)[index]
+
+
+class Rotate:
+    """Turns what belongs to one pack by the angles of its tokens; made once for all layers.
+
+    On a CPU the angles are looked up here. A GPU's kernel looks them up itself, by a number a token
+    in a table that its cache holds, rather than reading 8 x R bytes a token.
+    """
+
+    def __init__(self, positions_T: Tensor, turns: Table, *, halves: bool = False) -> None:
+        self.halves = halves
+        self.rows_T: Tensor | None = None
+        if positions_T.is_cuda:
+            self.rows_T, self.turns_PR2 = positions_T.int(), turns.on(positions_T.device)
+        else:
+            self.turns_PR2 = turns[positions_T]
+
+    def __call__(self, x_THD: Tensor) -> Tensor:
+        """Return x turned, as a new tensor."""
+        turns = self.turns_PR2 if self.rows_T is None else self.turns_PR2[self.rows_T]
+        return rotate(x_THD, *turns.unbind(-1), halves=self.halves)
+
+    def split(self, qkv_T3HD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return turned q and k, and v, of a packed projection, which is written over."""
+        return rotate_qk(qkv_T3HD, self.rows_T, self.turns_PR2, halves=self.halves)
 
 
 class Positions(nn.Module):
@@ -93,13 +116,13 @@ class RotaryPositions(Positions):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        angles_PR = angles(config.max_positions, config.num_turned, config.rope_base)
-        self.cos = Table(np.cos(angles_PR))
-        self.sin = Table(np.sin(angles_PR))
+        angles_PR = angles(config.max_positions, config.turned_size, config.rope_base)
+        self.halves = config.rope_pairs == "halves"
+        self.turns = Table(np.stack([np.cos(angles_PR), np.sin(angles_PR)], axis=-1))
 
     def rotation(self, positions_T: Tensor) -> Rotate:
-        """Look the angles up once for all layers."""
-        return partial(rotate, cos_TR=self.cos[positions_T], sin_TR=self.sin[positions_T])
+        """Return what turns a pack with these positions."""
+        return Rotate(positions_T, self.turns, halves=self.halves)
 
 
 POSITIONS: dict[str, type[Positions]] = {

@@ -23,6 +23,7 @@ IMPORTED_BY = {
     "omegaconf": {"configs.loader"},
     "webdataset": {"data_pipeline.shards"},
     "transformers": set(),
+    "triton": {"model.kernels.rotary_triton"},
 }
 
 

@@ -96,6 +96,15 @@ def test_kinds_that_fit_are_accepted(changes: dict[str, object]) -> None:
     assert list(config.problems()) == []
 
 
+@pytest.mark.parametrize("size", [7, 10])
+def test_a_rotated_part_that_is_odd_or_too_large_is_named(size: int) -> None:
+    changes: dict[str, object] = {"hidden_size": 32, "num_heads": 4, "rope_size": size}
+    ((field, message),) = ModelConfig.model_validate(changes).problems()
+    assert (field, message) == ("rope_size", f"{size} is odd or over the 8 features of a head")
+    for fitting in ({"rope_size": 6}, {"rope_size": 8}, {"positions": "none"}):
+        assert not list(ModelConfig.model_validate(changes | fitting).problems())
+
+
 def test_an_odd_head_size_suits_the_absolute_kinds() -> None:
     for kind in ("learned", "none"):
         config = ModelConfig.model_validate({"hidden_size": 36, "num_heads": 12, "positions": kind})

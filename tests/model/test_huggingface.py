@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, RoFormerConfig, RoFormerForMaskedLM
 
 from model import positions as positions_module
-from model.attention import SoftmaxCore
 from model.encoder import Embeddings
 from model.heads import LanguageModel
 from model.huggingface import ANGLES, from_huggingface, to_huggingface
+from model.kernels.rotary import rotate_qk
+from model.positions import Rotate
 from tests.model.helpers import (
     VOCAB,
     difference,
@@ -119,17 +120,13 @@ def test_the_exported_angles_are_sine_then_cosine() -> None:
     assert sine[1, 1].item() == pytest.approx(0.2137807, abs=1e-6)  # sin(10000 ** (-2 / 12))
 
 
-def halves(x: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    a, b = x.chunk(2, dim=-1)
-    cos, sin = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+def wrong_pairs(qkv: Tensor, *where: Tensor, halves: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return rotate_qk(qkv, *where, halves=not halves)
 
 
-right_core = SoftmaxCore.forward
-
-
-def turned_values(self: SoftmaxCore, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-    return right_core(self, q, k, how["rotate"](v), **how)
+def turned_values(self: Rotate, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv.unbind(1)
+    return self(q), self(k), self(v)
 
 
 def without_norm(self: Embeddings, ids: Tensor, positions: Tensor, types: Tensor) -> Tensor:
@@ -145,9 +142,9 @@ def tanh_gelu(x: Tensor) -> Tensor:
 
 
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
-    "halves": (positions_module, "rotate", halves),
+    "halves": (positions_module, "rotate_qk", wrong_pairs),
     "no rotation": (positions_module.RotaryPositions, "rotation", lambda self, positions: None),
-    "turned values": (SoftmaxCore, "forward", turned_values),
+    "turned values": (Rotate, "split", turned_values),
     "no embedding LayerNorm": (Embeddings, "forward", without_norm),
     "no token types": (Embeddings, "forward", reset_types),
     "tanh GELU": (F, "gelu", tanh_gelu),
@@ -237,3 +234,11 @@ def test_linear_attention_is_refused() -> None:
     model = small_model(attention="linear")
     with pytest.raises(ValueError, match="attention=linear has no Hugging Face form"):
         to_huggingface(model.state_dict(), model.config)
+
+
+@pytest.mark.parametrize("changes", [{"rope_pairs": "halves"}, {"rope_size": 4}])
+def test_rotations_that_roformer_has_not_are_refused(changes: dict[str, Any]) -> None:
+    model = small_model(**changes)
+    with pytest.raises(ValueError, match="no Hugging Face form"):
+        to_huggingface(model.state_dict(), model.config)
+    assert to_huggingface(small_model().state_dict(), small_config())

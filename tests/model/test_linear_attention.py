@@ -49,7 +49,7 @@ def linear_config(features: str, **changes: Any) -> ModelConfig:
 def rotation(config: ModelConfig, lengths: tuple[int, ...]) -> Rotate:
     """Return eq. 15's rotation of every feature pair, as matrices in fp64."""
     theta = (
-        config.rope_base ** (-torch.arange(0, config.num_turned, 2) / config.num_turned).double()
+        config.rope_base ** (-torch.arange(0, config.query_size, 2) / config.query_size).double()
     )
     angles_TR = restarting(lengths)[:, None] * theta
     cos, sin = angles_TR.cos(), angles_TR.sin()
@@ -290,7 +290,7 @@ def test_heads_taken_a_few_at_a_time_change_nothing(
     core = LinearCore(config, causal=True)
     turn = rotation(config, (60, 30))
     whole = core(*qkv, rotate=turn, lengths=(60, 30))
-    monkeypatch.setattr("model.linear_attention.BLOCK", 90 * 2 * config.num_turned)
+    monkeypatch.setattr("model.linear_attention.BLOCK", 90 * 2 * config.query_size)
     seen = []
     forward = core.features.forward
     monkeypatch.setattr(

@@ -3,14 +3,12 @@
 import copy
 import pickle
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from model.attention import SoftmaxCore
 from model.config import ModelConfig
 from model.positions import POSITIONS, RotaryPositions, Rotate, SinusoidalPositions, Table
 from tests.model.helpers import (
@@ -38,8 +36,8 @@ def exact_cos(config: ModelConfig) -> Tensor:
 
 def tables(rotate: Rotate) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines that a rotation carries."""
-    assert isinstance(rotate, partial)
-    return rotate.keywords["cos_TR"], rotate.keywords["sin_TR"]
+    assert rotate.rows_T is None
+    return rotate.turns_PR2[..., 0], rotate.turns_PR2[..., 1]
 
 
 class Buffered(nn.Module):
@@ -67,13 +65,14 @@ def test_the_attention_of_a_cast_model_is_given_fp32_angles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = []
-    original = SoftmaxCore.forward
+    original = Rotate.split
 
-    def spy(self: SoftmaxCore, *qkv: Tensor, rotate: Rotate, lengths: tuple[int, ...]) -> Tensor:
-        seen.append([x.dtype for x in (*qkv, *tables(rotate))])
-        return original(self, *qkv, rotate=rotate, lengths=lengths)
+    def spy(self: Rotate, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        result = original(self, qkv)
+        seen.append([x.dtype for x in (*result, *tables(self))])
+        return result
 
-    monkeypatch.setattr(SoftmaxCore, "forward", spy)
+    monkeypatch.setattr(Rotate, "split", spy)
     logits(small_model(dtype=torch.bfloat16), document(9, 0))
     assert seen == [[torch.bfloat16] * 3 + [torch.float32] * 2] * 2
 
@@ -160,3 +159,28 @@ def test_bf16_model_stays_near_fp32(kind: str) -> None:
     )
     assert narrow.dtype == torch.bfloat16
     assert (wide - narrow).std() < 0.05 * wide.std()
+
+
+@pytest.mark.parametrize("size", [6, 8])
+@pytest.mark.parametrize("pairs", ["interleaved", "halves"])
+def test_attention_turns_the_pairs_and_the_part_of_the_config(size: int, pairs: str) -> None:
+    """Moving the rows of the projection makes the pairs of one layout those of the other."""
+    torch.manual_seed(0)
+    config = small_config(rope_size=size, rope_pairs=pairs)
+    positions = torch.arange(9) * 5
+    x = torch.randn(9, 3, 4, 8)
+    rotation = RotaryPositions(config).rotation(positions)
+    q, k, v = rotation.split(x.clone())
+    place = np.arange(8)
+    if pairs == "halves":
+        place[:size] = np.arange(size).reshape(2, -1).T.ravel()
+    theta = config.rope_base ** (-np.arange(0, size, 2) / size)
+    turns = np.exp(1j * positions.numpy()[:, None] * theta)[:, None]
+    for turned, still in ((q, x[:, 0]), (k, x[:, 1])):
+        assert difference(turned, rotation(still)) < 1e-6
+        after, before = (y.double().numpy()[..., place] for y in (turned, still))
+        expected = (before[..., :size:2] + 1j * before[..., 1:size:2]) * turns
+        assert np.abs(after[..., :size:2] - expected.real).max() < 1e-6
+        assert np.abs(after[..., 1:size:2] - expected.imag).max() < 1e-6
+        assert np.array_equal(after[..., size:], before[..., size:])
+    assert torch.equal(v, x[:, 2])
