@@ -41,6 +41,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         tree = OmegaConf.create(_merge(defaults_of(Config), _read(Path(path))))
     except OmegaConfBaseException as error:
         raise ConfigError([f"{path}: {_first_line(error)}"]) from None
+    except (RecursionError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError([f"{path}: an alias (*) stands within its own anchor (&)"]) from None
     for override in overrides:
         problems += _apply(tree, override)
     data, unresolved = _resolve(tree, ())

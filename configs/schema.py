@@ -40,6 +40,10 @@ class LaunchConfig(Section):
     """Ranks on this machine; never more than it has GPUs, where it has any. auto: every GPU."""
 
 
+ARM_SECTIONS = ("model", "optimizer", "schedule", "engine")
+"""What arms may differ in and still see the same rows, masks and stages."""
+
+
 class CompareConfig(Section):
     """A paired study: the same run, but for each arm's overrides."""
 
@@ -57,6 +61,14 @@ class CompareConfig(Section):
         """A comparison needs two arms; a seed counts once."""
         if len(self.arms) < 2:
             yield "arms", f"a comparison needs two arms or more, and here is {len(self.arms)}"
+        for arm, overrides in self.arms.items():
+            for override in overrides:
+                if override.partition(".")[0] not in ARM_SECTIONS:
+                    yield (
+                        f"arms.{arm}",
+                        f"{override} would unpair the arms; an arm may set keys of "
+                        + ", ".join(ARM_SECTIONS),
+                    )
         if len(set(self.seeds)) < len(self.seeds):
             yield "seeds", f"{self.seeds} names a seed twice"
 

@@ -51,6 +51,8 @@ class TokenizerConfig(Section):
         """A trained tokenizer needs a file."""
         if self.kind != "bytes" and not self.model:
             yield "model", "is empty; name the model file, for instance tokenizer.model"
+        if self.kind != "bytes" and self.vocab_size < 262:
+            yield "vocab_size", f"{self.vocab_size} has no room for 256 bytes and 5 special pieces"
 
 
 class CorpusConfig(Section):

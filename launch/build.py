@@ -21,7 +21,7 @@ from data_pipeline.index import verify as verify_shards
 from data_pipeline.shards import write_shards
 from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
 from launch.errors import EXIT_FAILED, EXIT_OK
-from launch.run_folder import write_text
+from launch.run_folder import unwritable, write_text
 
 
 def build_tokenizer(config: Config, console: Console) -> int:
@@ -32,6 +32,9 @@ def build_tokenizer(config: Config, console: Console) -> int:
         return EXIT_OK
     _require(config.corpus.train, "corpus.train")
     model = Path(settings.model)
+    _check_place(model.parent, "tokenizer.model")
+    if model.is_dir():
+        raise ValueError(f"tokenizer.model: {model} is a folder; name a file")
     note = Note(model.with_name(f"{model.name}.made_from.json"))
     made_from = {
         "tokenizer": settings.model_dump(include={"kind", "vocab_size"}),
@@ -66,6 +69,7 @@ def build_shards(config: Config, console: Console) -> int:
             raise ValueError(f"data.{name} must name the folder that the shards go to")
         folder = Path(target)
         folder = folder.parent if folder.suffix == ".json" else folder
+        _check_place(folder, f"data.{name}")
         note = Note(folder.with_name(f"{folder.name}.made_from.json"))
         made_from = {
             "tokenizer": tokenizer.sha256,
@@ -99,14 +103,12 @@ def build_shards(config: Config, console: Console) -> int:
 
 def verify(path: Path, console: Console) -> int:
     """Check a folder of shards against its index."""
-    if not path.exists():
-        raise ValueError(f"{path} does not exist; name a folder of shards or its {INDEX_NAME}")
+    index = load_index(path)
     problems = verify_shards(path)
     for problem in problems:
         console.print(f"verify: {problem}", style="red", highlight=False, markup=False)
     if problems:
         return EXIT_FAILED
-    index = load_index(path)
     console.print(
         f"verify: {index.folder} is whole: {len(index.shards)} shards, {index.docs:,} documents, "
         f"{index.tokens:,} tokens"
@@ -138,6 +140,12 @@ class Note:
 def _require(sources: list[str], key: str) -> None:
     if not sources:
         raise ValueError(f"{key} names no text; give it files, folders or patterns")
+
+
+def _check_place(folder: Path, key: str) -> None:
+    """Refuse a place that cannot be written to, before the work and not after it."""
+    if (obstacle := unwritable(folder)) is not None:
+        raise ValueError(f"{key}: {obstacle} is no folder that can be written to")
 
 
 def _fingerprint(sources: list[str], text_key: str) -> str:

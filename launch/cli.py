@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launch.errors import EXIT_OK, exit_code
+from launch.errors import exit_code
 
 # Commands import what they need when they run: torch and deepspeed take seconds.
 
@@ -39,8 +39,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from configs.loader import load
     from launch.plan import print_plan
 
-    print_plan(load(arguments.config, arguments.overrides), console)
-    return EXIT_OK
+    return print_plan(load(arguments.config, arguments.overrides), console)
 
 
 def _train(arguments: argparse.Namespace, console: Console) -> int:
@@ -94,11 +93,23 @@ def build_parser() -> argparse.ArgumentParser:
             help="lies over the file; list items by index: curriculum.stages.0.steps=10",
         )
         command.set_defaults(run=run)
-    command = commands.add_parser("verify", help="check a folder of shards against its index")
+    command = commands.add_parser(
+        "verify",
+        help="check a folder of shards against its index",
+        description="Check every byte of a folder of shards against its index.json; exit 1 where "
+        "shards are damaged, 2 where there is no index to read.",
+    )
     command.add_argument("path", type=Path, metavar="INDEX_OR_DIR")
     command.set_defaults(run=_verify)
-    command = commands.add_parser("report", help="write report.html and report.md of finished runs")
-    command.add_argument("folders", type=Path, nargs="+", metavar="RUN")
+    command = commands.add_parser(
+        "report",
+        help="write report.html and report.md of finished runs",
+        description="Write report.html and report.md of a study, of one run, or of several as arms "
+        "(into A-vs-B beside the first); deliver what MLflow lacks of them.",
+    )
+    command.add_argument(
+        "folders", type=Path, nargs="+", metavar="RUN", help="a study's folder, or those of runs"
+    )
     command.set_defaults(run=_report)
     command = commands.add_parser("export", help="write a run's weights as a Hugging Face folder")
     command.add_argument("run_folder", type=Path, metavar="RUN")

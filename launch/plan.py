@@ -14,6 +14,7 @@ from rich.table import Table
 from configs.loader import ConfigError
 from configs.schema import Config
 from data_pipeline.tokenizers import load_tokenizer
+from launch.errors import EXIT_BAD_INPUT, EXIT_OK
 from launch.preflight import local_processes, prepare
 from model.config import ModelConfig
 from model.flops import training_flops
@@ -136,8 +137,8 @@ def activation_bytes(
     return round(kept + share * tokens * vocab_size * 12)
 
 
-def print_plan(config: Config, console: Console) -> None:
-    """Print the plan of a config on this machine, and what its data still lacks."""
+def print_plan(config: Config, console: Console) -> int:
+    """Print the plan of a config on this machine, and what it still lacks; return the exit code."""
     world = local_processes(config)
     try:
         vocab_size = load_tokenizer(config.tokenizer).vocab_size
@@ -164,10 +165,12 @@ def print_plan(config: Config, console: Console) -> None:
         f"{rate / 1e9:,.0f} GFLOP/s that matmuls reach here now; evaluation and saving come on top"
     )
     try:
-        prepare(config, world)
+        prepare(config, world, new_run=False)
     except ConfigError as error:
         for problem in error.problems:
             console.print(f"not ready: {problem}", style="yellow")
+        return EXIT_BAD_INPUT
+    return EXIT_OK
 
 
 def _stage_table(plan: Plan, rate: float) -> Table:

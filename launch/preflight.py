@@ -52,8 +52,10 @@ def local_processes(config: Config) -> int:
     return min(wanted, gpus) if gpus else wanted
 
 
-def prepare(config: Config, world: int) -> Prepared:
+def prepare(config: Config, world: int, *, new_run: bool = True) -> Prepared:
     """Read what a config names, and check that `world` ranks can train on it.
+
+    Without `new_run` the run's folder is left out of it.
 
     Raises:
         ConfigError: With everything that is wrong.
@@ -72,6 +74,8 @@ def prepare(config: Config, world: int) -> Prepared:
     train = attempt(_read_index, "data.train", config.data.train)
     held_out = attempt(_read_index, "data.eval", config.data.eval) if config.data.eval else None
     for key, index in (("data.train", train), ("data.eval", held_out)):
+        if index is not None:
+            problems += _shard_problems(key, index)
         if tokenizer is not None and index is not None:
             problems += _tokenizer_problems(key, index, tokenizer)
     if train is not None and len(train.shards) < config.data.lanes:
@@ -83,11 +87,12 @@ def prepare(config: Config, world: int) -> Prepared:
     factors = [attempt(_factors, stage, config, world) for stage in stages]
     if config.engine.precision == "fp16" and not torch.cuda.is_available():
         problems.append("engine.precision: fp16 needs a GPU; take bf16 or fp32 on a CPU")
-    problems += folder_problems(config)
-    if tokenizer is not None and train is not None:
+    if new_run:
+        problems += folder_problems(config)
+    if new_run and tokenizer is not None and train is not None:
         problems += data_problems(config, fingerprints(tokenizer, train, held_out))
     root = Path(config.run.dir) / config.run.name / "checkpoints"
-    resume_from = attempt(checkpoint.find, root, config.checkpoint.resume)
+    resume_from = attempt(checkpoint.find, root, config.checkpoint.resume) if new_run else None
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return Prepared(config, tokenizer, train, held_out, stages, tuple(factors), resume_from)
@@ -97,6 +102,18 @@ def _read_index(key: str, path: str) -> ShardIndex:
     if not path:
         raise ValueError(f"{key} names no shards; write some by `roformer shards`, or name theirs")
     return load_index(path)
+
+
+def _shard_problems(key: str, index: ShardIndex) -> Iterator[str]:
+    """Look at every shard's size; `roformer verify` and training look at every byte."""
+    for number, shard in enumerate(index.shards):
+        path = index.path(number)
+        if not path.is_file():
+            yield f"{key}: {path} is missing"
+        elif path.stat().st_size != shard.bytes:
+            yield (
+                f"{key}: {path} has {path.stat().st_size} bytes, and its index says {shard.bytes}"
+            )
 
 
 def _tokenizer_problems(key: str, index: ShardIndex, tokenizer: Tokenizer) -> Iterator[str]:

@@ -6,8 +6,10 @@ checkpoints/     see trainer.checkpoint
 done             the run is finished           } left at the end, taken away at the start
 requeue          it was preempted, and saved   }
 stop             whoever makes it asks the run to save and end; taken away when it has
+lock             held by the first rank while it trains
 """
 
+import fcntl
 import json
 import os
 import platform
@@ -15,14 +17,17 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from configs.loader import ConfigError, load, to_yaml
 from configs.schema import Config
 
-DONE, REQUEUE, STOP, STUDY = "done", "requeue", "stop", "study.json"
+DONE, REQUEUE, STOP, STUDY, LOCK = "done", "requeue", "stop", "study.json", "lock"
+PARENT = "ROFORMER_PARENT"
+"""Variable by which ranks know the `roformer` process that started them."""
+
 PACKAGES = ("roformer-pretraining", "torch", "deepspeed", "webdataset", "sentencepiece", "mlflow")
 
 CURVE_SECTIONS = ("tokenizer", "model", "objective", "curriculum", "optimizer", "schedule")
@@ -46,10 +51,15 @@ def folder_problems(config: Config) -> Iterator[str]:
     if (folder / STUDY).exists():
         yield f"{folder} is a study of `roformer compare`; choose another run.name"
         return
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        yield f"run.dir: {existing} is no folder that can be written to; choose another run.dir"
+    if (obstacle := unwritable(folder)) is not None:
+        yield f"run.dir: {obstacle} is no folder that can be written to; choose another run.dir"
         return
+    if (folder / LOCK).exists():
+        try:
+            lock_folder(folder).close()
+        except ValueError as error:
+            yield str(error)
+            return
     written = folder / "config.yaml"
     if not written.exists():
         return
@@ -63,6 +73,31 @@ def folder_problems(config: Config) -> Iterator[str]:
             f"run.name: {folder} is a run with another configuration ({'; '.join(changed)}); "
             f"choose another run.name, or remove that folder"
         )
+
+
+def unwritable(path: Path) -> Path | None:
+    """Return what stands in the way of a folder at `path`: a file, or a folder closed to us."""
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    can_write = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    return None if can_write else existing
+
+
+def lock_folder(folder: Path) -> TextIO:
+    """Take a run's folder for this process alone, until the file returned is closed.
+
+    Raises:
+        ValueError: If another process has it.
+    """
+    lock = (folder / LOCK).open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise ValueError(
+            f"{folder} is being trained by another process; wait for its end, or make the file "
+            f"{folder / STOP} to ask it to save and end"
+        ) from None
+    return lock
 
 
 def data_problems(config: Config, fingerprints: Mapping[str, Any]) -> Iterator[str]:

@@ -5,6 +5,7 @@ in the run's folder decide.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from configs.loader import load
 from configs.schema import Config
 from launch.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, Failed
 from launch.preflight import local_processes, prepare
-from launch.run_folder import DONE, REQUEUE, STOP, folder_of, is_done
+from launch.run_folder import DONE, PARENT, REQUEUE, STOP, folder_of, is_done
 from trainer.distributed import free_port
 
 
@@ -35,7 +36,8 @@ def train_here(path: Path, overrides: Sequence[str], console: Console) -> int:
         return EXIT_OK
     code = spawn(config, path, overrides, processes=processes)
     if code == EXIT_OK:
-        console.print(f"finished: {folder}; `roformer report {folder}` draws its curves")
+        report = f"roformer report {shlex.quote(str(folder))}"
+        console.print(f"finished: {folder}; `{report}` draws its curves")
     return code
 
 
@@ -55,7 +57,7 @@ def rank_environment(processes: int) -> dict[str, str]:
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
     if not torch.cuda.is_available():
         defaults["DS_ACCELERATOR"] = "cpu"  # or deepspeed's launcher warns that it found no GPU
-    return defaults | os.environ
+    return defaults | os.environ | {PARENT: str(os.getpid())}
 
 
 def spawn(config: Config, path: Path, overrides: Sequence[str], *, processes: int) -> int:
@@ -81,7 +83,7 @@ def spawn(config: Config, path: Path, overrides: Sequence[str], *, processes: in
         again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
         print(f"roformer: asked to stop: saving after this step{again}", file=sys.stderr)
 
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     old = {number: signal.signal(number, ask_to_stop) for number in signals}
     try:
         code = launched.wait()

@@ -8,6 +8,7 @@
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,16 @@ from configs.loader import load
 from configs.schema import Config
 from launch.errors import EXIT_OK, Failed, exit_code
 from launch.preflight import Prepared, fingerprints, prepare
-from launch.run_folder import DONE, REQUEUE, STOP, folder_of, open_folder, write_text
+from launch.run_folder import (
+    DONE,
+    PARENT,
+    REQUEUE,
+    STOP,
+    folder_of,
+    lock_folder,
+    open_folder,
+    write_text,
+)
 from model.flops import training_flops
 from model.heads import LanguageModel
 from model.initialize import initialize
@@ -62,7 +72,8 @@ def train(config: Config) -> int:
         Preempted: When the only rank was asked to stop, after saving.
         Failed: When the loss is not finite.
     """
-    stop = StopRequest(folder_of(config) / STOP)
+    parent = os.environ.get(PARENT)
+    stop = StopRequest(folder_of(config) / STOP, int(parent) if parent else None)
     stop.install()
     has_launcher = in_world()
     world = world_from_environment()
@@ -166,11 +177,12 @@ def recording(
     config = prepared.config
     facts = fingerprints(prepared.tokenizer, prepared.train, prepared.eval)
     folder = open_folder(config, {**facts, "world": world.size})
+    lock = lock_folder(folder)
     tracker = Tracker(folder, config.tracking.mlflow)
     tracker.start()
     status: Status = "FAILED"
     try:
-        with MetricsFile(folder / "metrics.jsonl") as metrics:
+        with lock, MetricsFile(folder / "metrics.jsonl") as metrics:
             yield metrics
         write_text(folder / DONE, "")
         status = "FINISHED"

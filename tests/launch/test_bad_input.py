@@ -169,6 +169,52 @@ def test_a_name_that_is_another_run(tiny_config, tiny_shards, tmp_path, capsys):
     assert tree(tmp_path) == before
 
 
+def test_a_run_that_is_being_trained_is_left_alone(tiny_config, tmp_path, capsys):
+    from launch.run_folder import lock_folder
+
+    folder = tmp_path / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    with lock_folder(folder):
+        (line,) = problems(capsys, "train", tiny_config)
+    assert "being trained by another process" in line
+    lock_folder(folder).close()  # and free again
+
+
+def test_shards_of_another_size_than_the_index_says(building, tiny_config, tmp_path, capsys):
+    assert main(["shards", str(building), "tokenizer.kind=bytes"]) == 0
+    capsys.readouterr()
+    cut, gone = sorted((tmp_path / "shards").glob("*.tar"))[:2]
+    cut.write_bytes(cut.read_bytes()[:-512])
+    gone.unlink()
+    data = [f"data.train={tmp_path / 'shards'}", "data.lanes=2"]
+    before = tree(tmp_path)
+    lines = problems(capsys, "train", tiny_config, *data)
+    assert len(lines) == 2
+    assert any(str(cut) in line and "index says" in line for line in lines)
+    assert any(str(gone) in line and "missing" in line for line in lines)
+    assert tree(tmp_path) == before
+    assert main(["plan", str(tiny_config), *data]) == 2
+
+
+def test_places_that_cannot_be_written_to_are_named_before_the_work(building, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    (line,) = problems(capsys, "tokenizer", building, f"tokenizer.model={file}/t.model")
+    assert line.startswith(f"tokenizer.model: {file} is no folder")
+    (line,) = problems(capsys, "tokenizer", building, f"tokenizer.model={tmp_path}")
+    assert "name a file" in line
+    bytes_to_file = [f"data.train={file}/shards", "tokenizer.kind=bytes"]
+    (line,) = problems(capsys, "shards", building, *bytes_to_file)
+    assert line.startswith(f"data.train: {file} is no folder")
+
+
+def test_arms_that_would_not_be_paired(tiny_config, capsys):
+    arms = "compare.arms={a: [model.positions=rope], b: [data.lanes=4, run.seed=2]}"
+    lines = problems(capsys, "compare", tiny_config, arms)
+    assert len(lines) == 2
+    assert all("would unpair the arms" in line for line in lines)
+
+
 def test_a_refusal_takes_less_than_ten_seconds(tiny_config):
     started = time.monotonic()
     command = [sys.executable, "-m", "launch.cli", "train", str(tiny_config), "data.train=NOWHERE"]
