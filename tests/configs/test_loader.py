@@ -59,9 +59,11 @@ def test_a_files_arms_take_the_place_of_the_default_ones(write):
     arms = "compare: {arms: {none: [model.positions=none], rope: [model.positions=rope]}}"
     parent = write(MINIMAL + arms)
     assert list(load(parent).compare.arms) == ["none", "rope"]
-    child = write("extends: config.yaml\ncompare: {arms: {a: [model.dropout=0], b: []}}", "child.yaml")
+    child = write(
+        "extends: config.yaml\ncompare: {arms: {a: [model.dropout=0], b: []}}", "child.yaml"
+    )
     assert list(load(child).compare.arms) == ["a", "b"]
-    assert list(load(child, ["compare.arms.c=[run.seed=2]"]).compare.arms) == ["a", "b", "c"]
+    assert list(load(child, ["compare.arms.c=[model.dropout=0.1]"]).compare.arms) == ["a", "b", "c"]
     assert list(load(write()).compare.arms) == ["rope", "learned"]
 
 
