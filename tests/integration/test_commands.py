@@ -15,12 +15,13 @@ from trainer.distributed import free_port
 
 @pytest.mark.parametrize("to_the_group", [False, True])
 def test_a_signal_saves_and_exits_75_and_the_next_start_goes_on(tiny_config, to_the_group):
-    overrides = [
-        "curriculum.stages.0.steps=80",
-        "launch.num_processes=2",
-        "data.workers=1",
-        "tracking.mlflow.uri=sqlite:///${run.dir}/mlflow.db",
-    ]
+    overrides = ["curriculum.stages.0.steps=80"]
+    if to_the_group:
+        overrides += [
+            "launch.num_processes=2",
+            "data.workers=1",
+            "tracking.mlflow.uri=sqlite:///${run.dir}/mlflow.db",
+        ]
     command = [sys.executable, "-m", "launch.cli", "train", str(tiny_config), *overrides]
     folder = tiny_config.parent / "runs" / "tiny"
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)

@@ -12,7 +12,7 @@ from tests.integration.processes import read_records, roformer
 pytestmark = pytest.mark.xdist_group("study")  # the study is trained once
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def study(tiny_shards, tmp_path_factory):
     """Run a whole study: two arms, two processes each, through the launcher, with MLflow."""
     folder = tmp_path_factory.mktemp("study")
