@@ -176,11 +176,6 @@ class Engine:
 
     # -- state ---------------------------------------------------------------------------------
 
-    @property
-    def parameter_names(self) -> tuple[str, ...]:
-        """Names of all parameters, a tied one once, in the module's order."""
-        return tuple(name for name, _ in self._engine.module.named_parameters())
-
     def gather_state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield each parameter's name with its fp32 value and Adam moments, whole, on the CPU.
 
