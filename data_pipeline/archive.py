@@ -30,7 +30,7 @@ SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.zstd")
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 OTHERS = {b"\x1f\x9d": "compress (.Z)", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\3\4": "zip"}
 
-PLAIN, FOLDER = b"0\07", b"5"
+PLAIN, FOLDER = (b"0", b"\0", b"7"), b"5"
 LONG_NAME, PAX, PAX_SUN, PAX_GLOBAL = b"L", b"x", b"X", b"g"
 HEADERS = b"LKxXgVA"
 """What stands before a member: long names, pax, a volume's label, Solaris' access lists."""
