@@ -27,7 +27,9 @@ def counted(config, lengths, num_targets, causal):
     positions = torch.cat([torch.arange(length) for length in lengths])
     # the maths backend, for torch's counter has no formula for flash attention on a CPU
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        logits = model(torch.zeros_like(positions), positions, lengths, torch.arange(num_targets))
+        logits = model.logits(
+            torch.zeros_like(positions), positions, lengths, torch.arange(num_targets)
+        )
         logits.sum().backward()
     return counter.get_total_flops()
 

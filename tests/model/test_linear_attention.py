@@ -489,7 +489,7 @@ def test_checkpointing_and_bf16(features: str, kind: str) -> None:
                 features=features,
             )
             lengths = (30, 30, 9)
-            model(
+            model.logits(
                 document(69, 0), restarting(lengths), lengths, torch.arange(69)
             ).float().square().mean().backward()
             gradients[dtype, kept] = [p.grad for p in model.parameters()]
@@ -510,7 +510,7 @@ def test_empty_batches_have_zero_gradients(
 ) -> None:
     model = small_model(checkpoint_layers=checkpoint_layers, attention="linear", features=features)
     ids = document(sum(lengths), 0)
-    out = model(ids, restarting(lengths), lengths, torch.tensor(index, dtype=torch.long))
+    out = model.logits(ids, restarting(lengths), lengths, torch.tensor(index, dtype=torch.long))
     out.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
