@@ -63,14 +63,14 @@ class ForeignShards:
             return self.reading.skipped(redacted(url), error)
 
     def _read(self, url: str, known: Stat, *, keep_start: bool) -> Documents:
-        texts, faults, name = list[Text](), list[Fault](), redacted(url)
+        texts, faults, name = list[Text](), list[str](), redacted(url)
         with self.reading.stream(url, known) as stream:
             try:
                 for text in read_samples(decompressed(stream, name), name, self.text_key):
                     if not isinstance(text, BadSample):
                         texts.append(text)
                     elif self.reading.on_error == "skip_sample":
-                        faults.append(Fault(name, 1, text.reason))
+                        faults.append(text.reason)
                     else:
                         raise SourceError(text.reason)
             except ArchiveError as error:
@@ -78,8 +78,9 @@ class ForeignShards:
                     pass
                 if not texts or not keep_start:
                     raise
-                faults.append(Fault(name, 1, f"{error}; what came before is kept"))
-        return Documents(_Tokenized(texts, self.tokenizer), tuple(faults))
+                faults.append(f"{error}; what came before is kept")
+        fault = Fault(name, len(faults), faults[0]) if faults else None
+        return Documents(_Tokenized(texts, self.tokenizer), fault)
 
     def fetch_ahead(self, shard: int) -> None:
         """Begin to bring a shard near."""

@@ -183,9 +183,8 @@ class Lane:
             self._documents = Documents(())  # let these go before more come
             self._documents = ahead.result() if ahead else self._shards.read(shard)
             self._note(shard)
-        # What was consumed of a shard has brought its faults along; of its parts, the first does.
-        if part == 0 and self.cursor[2:] == (0, 0):
-            self._faults.extend(self._documents.faults)
+        if self._documents.fault:
+            self._faults.append(self._documents.fault)
         order = generator(self._seed, epoch, shard).permutation(len(self._documents.ids))
         self._order = order[part :: self._parts]
         next_epoch, next_ordinal = self._after(epoch, ordinal)
@@ -201,8 +200,10 @@ class Lane:
             return
         self._empty.add(shard)
         if len(self._empty) == len(self._shards.sizes):
-            reasons = [fault.reason for fault in self._documents.faults[:1]]
-            raise ValueError(": ".join([f"{self._shards.name} holds no document", *reasons]))
+            fault = self._documents.fault
+            raise ValueError(
+                f"{self._shards.name} holds no document{f': {fault.reason}' if fault else ''}"
+            )
 
     def _after(self, epoch: int, ordinal: int) -> tuple[int, int]:
         """Return the epoch and ordinal of the lane's next shard."""

@@ -16,13 +16,14 @@ OnError = Literal["stop", "skip_shard", "skip_sample"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What was left out of a shard, and why."""
+    """What was left out of a shard, and why. Each time it is read, the same."""
 
     shard: str
     """Its name, without credentials."""
     samples: int
     """How many of its samples; 0: the whole shard."""
     reason: str
+    """The first one, in a line that names the shard."""
 
 
 class Documents(NamedTuple):
@@ -30,7 +31,7 @@ class Documents(NamedTuple):
 
     ids: Sequence[np.ndarray]
     """Token ids of each document, without special ones, in file order."""
-    faults: tuple[Fault, ...] = ()
+    fault: Fault | None = None
 
 
 class Shards(Protocol):
@@ -113,7 +114,7 @@ class Reading:
         """Return no documents and the reason, or raise it where damage must stop the run."""
         if self.on_error == "stop":
             raise error
-        return Documents((), (Fault(shard, 0, str(error)),))
+        return Documents((), Fault(shard, 0, str(error)))
 
 
 class _Stream(io.RawIOBase):

@@ -19,13 +19,14 @@ from data_pipeline.loader import open_stream
 from data_pipeline.mixture import Mixture
 from data_pipeline.reading import Fault, Shards
 from data_pipeline.seeding import generator
+from model.loss import Loss
 from trainer import checkpoint
 from trainer.config import CheckpointConfig, EngineConfig, EvaluationConfig, ScheduleConfig
 from trainer.curriculum import Factors, Stage, batch_factors, remaining
 from trainer.distributed import World, gather_from_ranks, sum_over_ranks
 from trainer.engine import Engine
 from trainer.metrics import Recorder, StepResult, Value, hash_rows
-from trainer.objectives import Objective, token_loss
+from trainer.objectives import Objective
 from trainer.preemption import Preempted, StopRequest
 from trainer.progress import Progress
 from trainer.schedule import learning_rate
@@ -110,7 +111,7 @@ class Trainer:
         lr, total, correct, grad_norm = self.learning_rate(stage), 0.0, 0.0, None
         for number, batch in enumerate(batches):
             self.seed_dropout(number)
-            loss = token_loss(self.forward(batch), batch.targets.to(self.engine.device))
+            loss = self.forward(batch)
             self.engine.backward(loss.total, targets)
             grad_norm = self.engine.step(lr)
             total += float(loss.total.detach())
@@ -182,14 +183,14 @@ class Trainer:
         rows = eval_rows(self.data.eval, seq_len=seq_len)
         turn_rows = self.world.size * max(1, self.settings.engine.device_tokens // seq_len)
         total = correct = targets = 0.0
-        skipped = 0
+        skipped: dict[str, int] = {}
         self.engine.train(False)
         with torch.no_grad():
             while turn := list(islice(rows, turn_rows)):
                 mine = turn[self.world.rank :: self.world.size]
-                skipped += sum(len(row.faults) for row in turn)
+                skipped |= {fault.shard: fault.samples for row in turn for fault in row.faults}
                 batch = collate([self.data.eval_objective(row) for row in mine])
-                loss = token_loss(self.forward(batch), batch.targets.to(self.engine.device))
+                loss = self.forward(batch)
                 total += float(loss.total)
                 correct += float(loss.correct)
                 targets += batch.num_targets
@@ -200,7 +201,7 @@ class Trainer:
             "eval/accuracy": correct / max(targets, 1.0),
             "eval/targets": int(targets),
             "eval/seq_len": seq_len,
-            **({"eval/skipped": skipped} if skipped else {}),
+            **({"eval/skipped": sum(n or 1 for n in skipped.values())} if skipped else {}),
         }
 
     def save_or_stop(self, result: StepResult) -> None:
@@ -225,13 +226,13 @@ class Trainer:
         due = step == stage.last_step or (every > 0 and step % every == 0)
         return due and self.data.eval is not None
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Return the logits [N, V] of a batch's targets."""
+    def forward(self, batch: Batch) -> Loss:
+        """Return the loss of a batch's targets."""
         batch = batch.to(self.engine.device)
-        logits: torch.Tensor = self.engine.forward(
-            batch.input_ids, batch.positions, batch.lengths, batch.target_index
+        loss: Loss = self.engine.forward(
+            batch.input_ids, batch.positions, batch.lengths, batch.target_index, batch.targets
         )
-        return logits
+        return loss
 
     def advance(self, stage: Stage, batches: Sequence[Batch]) -> None:
         """Count a global batch as consumed, and keep where its lanes go on."""
@@ -250,11 +251,9 @@ class Trainer:
     def note_skipped(self, faults: Sequence[Fault]) -> None:
         """Count what any rank has left out, and say why."""
         of_all = [fault for mine in gather_from_ranks(faults) for fault in mine]
-        self.state.count_skipped(of_all)
-        for shard, first in {fault.shard: fault for fault in reversed(of_all)}.items():
-            others = sum(fault.shard == shard for fault in of_all) - 1
-            more = f" (and {others} more of this shard)" if others else ""
-            self.progress.say(f"left out: {first.reason}{more}")
+        for fault in self.state.count_skipped(of_all):
+            more = f" (and {fault.samples - 1} samples more)" if fault.samples > 1 else ""
+            self.progress.say(f"left out: {fault.reason}{more}")
 
     def learning_rate(self, stage: Stage) -> float:
         """Return the learning rate of the update that ends at this step."""

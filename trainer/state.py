@@ -25,7 +25,7 @@ class TrainState:
     source_tokens: dict[str, int] = field(default_factory=dict)
     """Consumed tokens of each source of a mixture."""
     skipped: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By shard, how often it was left out whole, and how many samples of it."""
+    """By shard, whether it was left out whole (1), and how many samples of it."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for state.json."""
@@ -40,8 +40,13 @@ class TrainState:
         later = {name: data.get(name, {}) for name in ("source_tokens", "skipped")}
         return cls(**{name: data[name] for name in names}, **later, cursors=cursors)
 
-    def count_skipped(self, faults: Iterable[Fault]) -> None:
-        """Count what was left out, by shard."""
+    def count_skipped(self, faults: Iterable[Fault]) -> list[Fault]:
+        """Count what was left out, by shard; return what is new: a shard may be read many times."""
+        new = []
         for fault in faults:
             counts = self.skipped.setdefault(fault.shard, {"shards": 0, "samples": 0})
-            counts["samples" if fault.samples else "shards"] += fault.samples or 1
+            kind, count = ("samples", fault.samples) if fault.samples else ("shards", 1)
+            if count > counts[kind]:
+                counts[kind] = count
+                new.append(fault)
+        return new
