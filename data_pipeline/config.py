@@ -64,6 +64,9 @@ class CorpusConfig(Section):
     """The held-out documents, in the same forms."""
     text_key: str = "text"
     """The key of a .jsonl line's text."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What a line that is no document, text that is not UTF-8 or a damaged file does: end the
+    command with a message, or be left out and counted."""
     workers: NonNegativeInt = 0
     """Processes that tokenize; 0 takes every core."""
     shard_mib: PositiveFloat = 64.0

@@ -70,6 +70,9 @@ class Tokenizer(Protocol):
     def word_starts(self, ids: np.ndarray) -> np.ndarray:
         """Return bool [N]: whether an id starts a word; a special id is a word of its own."""
 
+    def count_unknown(self, ids: np.ndarray) -> int:
+        """Return how many ids stand for no piece of the vocabulary: [UNK], or a byte instead."""
+
 
 class SentencePieceTokenizer:
     """A SentencePiece model; a word is a piece with the word-start mark and those after it."""
@@ -96,6 +99,12 @@ class SentencePieceTokenizer:
                 for index in range(self.vocab_size)
             ]
         )
+        self._is_unknown = np.array(
+            [
+                self._processor.is_unknown(index) or self._processor.is_byte(index)
+                for index in range(self.vocab_size)
+            ]
+        )
 
     def encode(self, text: str) -> np.ndarray:
         """Return the text's ids, int32 [N], without special ones."""
@@ -108,6 +117,10 @@ class SentencePieceTokenizer:
     def word_starts(self, ids: np.ndarray) -> np.ndarray:
         """Return bool [N]: whether an id starts a word."""
         return _after_specials(self._starts_word[ids], ids)
+
+    def count_unknown(self, ids: np.ndarray) -> int:
+        """Return how many ids are [UNK], or bytes of characters that have no piece."""
+        return int(np.count_nonzero(self._is_unknown[ids]))
 
 
 class BytesTokenizer:
@@ -137,6 +150,10 @@ class BytesTokenizer:
         starts = ids < NUM_SPECIALS
         starts[1:] |= is_space[:-1] & ~is_space[1:]
         return _after_specials(starts, ids)
+
+    def count_unknown(self, ids: np.ndarray) -> int:
+        """Return 0: every byte has its id."""
+        return 0
 
 
 def _after_specials(starts: np.ndarray, ids: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ IMPORTED_BY = {
     "mlflow": {"trainer.tracking"},
     "sentencepiece": {"data_pipeline.tokenizers"},
     "omegaconf": {"configs.loader"},
-    "webdataset": {"data_pipeline.shards"},
+    "webdataset": {"data_pipeline.buckets"},
     "transformers": set(),
     "triton": {"model.kernels.rotary_triton"},
 }
