@@ -18,13 +18,14 @@ from data_pipeline.index import ShardIndex
 from data_pipeline.lanes import eval_rows
 from data_pipeline.loader import open_stream
 from data_pipeline.seeding import generator
+from model.loss import Loss
 from trainer import checkpoint
 from trainer.config import CheckpointConfig, EngineConfig, EvaluationConfig, ScheduleConfig
 from trainer.curriculum import Factors, Stage, batch_factors, remaining
 from trainer.distributed import World, gather_from_ranks, sum_over_ranks
 from trainer.engine import Engine
 from trainer.metrics import Recorder, StepResult, Value, hash_rows
-from trainer.objectives import Objective, token_loss
+from trainer.objectives import Objective
 from trainer.preemption import Preempted, StopRequest
 from trainer.progress import Progress
 from trainer.schedule import learning_rate
@@ -106,7 +107,7 @@ class Trainer:
         lr, total, correct, grad_norm = self.learning_rate(stage), 0.0, 0.0, None
         for number, batch in enumerate(batches):
             self.seed_dropout(number)
-            loss = token_loss(self.forward(batch), batch.targets.to(self.engine.device))
+            loss = self.forward(batch)
             self.engine.backward(loss.total, targets)
             grad_norm = self.engine.step(lr)
             total += float(loss.total.detach())
@@ -180,7 +181,7 @@ class Trainer:
             while turn := list(islice(rows, turn_rows)):
                 mine = turn[self.world.rank :: self.world.size]
                 batch = collate([self.data.eval_objective(row) for row in mine])
-                loss = token_loss(self.forward(batch), batch.targets.to(self.engine.device))
+                loss = self.forward(batch)
                 total += float(loss.total)
                 correct += float(loss.correct)
                 targets += batch.num_targets
@@ -215,13 +216,13 @@ class Trainer:
         due = step == stage.last_step or (every > 0 and step % every == 0)
         return due and self.data.eval is not None
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Return the logits [N, V] of a batch's targets."""
+    def forward(self, batch: Batch) -> Loss:
+        """Return the loss of a batch's targets."""
         batch = batch.to(self.engine.device)
-        logits: torch.Tensor = self.engine.forward(
-            batch.input_ids, batch.positions, batch.lengths, batch.target_index
+        loss: Loss = self.engine.forward(
+            batch.input_ids, batch.positions, batch.lengths, batch.target_index, batch.targets
         )
-        return logits
+        return loss
 
     def advance(self, stage: Stage, batches: Sequence[Batch]) -> None:
         """Count a global batch as consumed, and keep where its lanes go on."""

@@ -1,17 +1,14 @@
 """What the model learns to predict: masked tokens, or the next one.
 
 An objective is a row transform, run in the loader's processes, and a flag for attention; both kinds
-share one loss. Losses are sums over targets, never means, so that any split of a batch over ranks
-and micro-batches adds up to the same number. N = targets, V = vocabulary.
+share one loss, `model.loss`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
-import torch.nn.functional as F
-from torch import Tensor
 
 from data_pipeline.batch import Example, make_example
 from data_pipeline.lanes import Row
@@ -19,21 +16,6 @@ from data_pipeline.masking import mask_tokens
 from data_pipeline.seeding import generator
 from data_pipeline.tokenizers import Tokenizer
 from trainer.config import ObjectiveConfig
-
-
-class Loss(NamedTuple):
-    """Sums over the targets of a batch."""
-
-    total: Tensor
-    """Negative log-likelihood, nats, fp32."""
-    correct: Tensor
-    """Targets that the model ranks first."""
-
-
-def token_loss(logits_NV: Tensor, targets_N: Tensor) -> Loss:
-    """Return the cross-entropy summed over targets, in fp32 whatever the logits' precision."""
-    total = F.cross_entropy(logits_NV.float(), targets_N, reduction="sum")
-    return Loss(total, (logits_NV.detach().argmax(-1) == targets_N).sum())
 
 
 class Objective(Protocol):

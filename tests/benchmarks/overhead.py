@@ -22,10 +22,10 @@ from launch.run_folder import STOP
 from launch.train import build_trainer
 from model.heads import LanguageModel
 from model.initialize import initialize
+from model.loss import token_loss
 from trainer.distributed import world_from_environment
 from trainer.engine import init_distributed, parameter_groups
 from trainer.metrics import MetricsFile
-from trainer.objectives import token_loss
 from trainer.preemption import StopRequest
 
 
@@ -58,7 +58,9 @@ def main() -> None:
             for _ in range(arguments.steps + 2):
                 started = time.perf_counter()
                 batch = collate(list(islice(bare_rows, factors.micro_batch)))
-                logits = bare(batch.input_ids, batch.positions, batch.lengths, batch.target_index)
+                logits = bare.logits(
+                    batch.input_ids, batch.positions, batch.lengths, batch.target_index
+                )
                 loss = token_loss(logits, batch.targets).total / max(1, batch.num_targets)
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(bare.parameters(), config.optimizer.clip_norm)

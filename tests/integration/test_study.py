@@ -127,7 +127,7 @@ def test_export_is_a_folder_that_hugging_face_loads(study, tmp_path, arm, archit
     ours.load_state_dict(saved.weights)
     ids = torch.arange(5, 45)
     with torch.no_grad():
-        logits = ours.eval()(ids, torch.arange(40), (40,), torch.arange(40))
+        logits = ours.eval().logits(ids, torch.arange(40), (40,), torch.arange(40))
         expected = theirs.eval()(ids[None]).logits[0]
     assert torch.allclose(logits, expected, atol=1e-5)
     assert main(["export", str(run), str(tmp_path / "hf")]) == 2  # it is there already

@@ -58,7 +58,7 @@ def logits(model: LanguageModel, *documents: Tensor) -> list[Tensor]:
     lengths = tuple(len(ids) for ids in documents)
     ids = torch.cat(documents)
     with torch.no_grad():
-        out = model(ids, restarting(lengths), lengths, torch.arange(len(ids)))
+        out = model.logits(ids, restarting(lengths), lengths, torch.arange(len(ids)))
     return list(out.split(lengths))
 
 

@@ -53,8 +53,8 @@ def test_the_comparison_sees_a_leak_and_positions_that_run_on(kind: str) -> None
     ids, index = torch.cat([first, second]), torch.arange(9, 18)
     (alone,) = logits(model, second)
     with torch.no_grad():
-        leaking = model(ids, restarting((9, 9)), (18,), index)
-        running_on = model(ids, torch.arange(18), (9, 9), index)
+        leaking = model.logits(ids, restarting((9, 9)), (18,), index)
+        running_on = model.logits(ids, torch.arange(18), (9, 9), index)
     assert difference(leaking, alone) > 0.01
     # Rope sees only distances and "none" sees nothing: to these two an offset makes no difference.
     assert (difference(running_on, alone) > 0.01) == (kind in ("learned", "sinusoidal"))
@@ -78,7 +78,7 @@ def test_later_tokens_change_earlier_logits_only_without_causality(kind: str, ca
 def loss_and_gradients(model: LanguageModel) -> tuple[Tensor, dict[str, Tensor]]:
     lengths = (8, 8, 5)
     torch.manual_seed(0)  # of the dropout
-    out = model(document(21, 0), restarting(lengths), lengths, torch.tensor([0, 7, 8, 20]))
+    out = model.logits(document(21, 0), restarting(lengths), lengths, torch.tensor([0, 7, 8, 20]))
     loss = nn.functional.cross_entropy(out, document(4, 1))
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -141,7 +141,7 @@ def test_empty_batches_have_a_result_and_zero_gradients(
 ) -> None:
     model = small_model(positions=kind, checkpoint_layers=checkpoint_layers)
     ids = document(sum(lengths), 0)
-    out = model(ids, restarting(lengths), lengths, torch.tensor(index, dtype=torch.long))
+    out = model.logits(ids, restarting(lengths), lengths, torch.tensor(index, dtype=torch.long))
     assert out.shape == (0, VOCAB)
     out.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -154,8 +154,8 @@ def test_selected_tokens_are_those_of_the_whole_result() -> None:
     with torch.no_grad():
         whole = model.encoder(ids, restarting(lengths), lengths)
         some = model.encoder(ids, restarting(lengths), lengths, select=index)
-        at_targets = model(ids, restarting(lengths), lengths, index)
-        everywhere = model(ids, restarting(lengths), lengths, torch.arange(16))
+        at_targets = model.logits(ids, restarting(lengths), lengths, index)
+        everywhere = model.logits(ids, restarting(lengths), lengths, torch.arange(16))
     assert whole.shape == (16, 32)
     assert difference(some, whole[index]) < 1e-13
     assert difference(at_targets, everywhere[index]) < 1e-12
@@ -175,7 +175,7 @@ def test_token_types_are_zero_unless_given() -> None:
     rest = (restarting((6,)), (6,), torch.arange(6))
     with torch.no_grad():
         default, zeros, ones = (
-            model(ids, *rest, types)
+            model.logits(ids, *rest, types)
             for types in (None, torch.zeros(6, dtype=torch.long), torch.ones(6, dtype=torch.long))
         )
     assert difference(default, zeros) < 1e-13
@@ -218,7 +218,7 @@ def test_no_logits_but_those_at_targets(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(nn.functional, "linear", spy)
     lengths = (10, 10)
-    small_model()(document(20, 0), restarting(lengths), lengths, torch.tensor([4, 15]))
+    small_model().logits(document(20, 0), restarting(lengths), lengths, torch.tensor([4, 15]))
     assert [count for size, count in rows if size == VOCAB] == [2]
     assert [count for size, count in rows if size == 96] == [20, 20]  # keys and values of all
     assert [count for size, count in rows if size == 48] == [20, 2]  # feed-forward
