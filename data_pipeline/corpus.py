@@ -55,6 +55,15 @@ def stop(error: ValueError) -> NoReturn:
     raise error
 
 
+def keep_in(errors: list[str]) -> OnError:
+    """Return what leaves out such a text, and puts the reason into `errors`."""
+
+    def keep(error: ValueError) -> None:
+        errors.append(str(error))
+
+    return keep
+
+
 def read_documents(
     sources: Sequence[str], text_key: str = "text", on_error: OnError = stop
 ) -> Iterator[Document]:

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from data_pipeline.archive import read_members
+from data_pipeline.specials import STANDARD, Specials
 
 INDEX_NAME = "index.json"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -47,8 +48,18 @@ class ShardIndex(BaseModel):
     docs: PositiveInt
     tokens: NonNegativeInt
     seed: int
+    special_ids: Annotated[
+        tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt, NonNegativeInt, NonNegativeInt],
+        Field(strict=False),
+    ] = STANDARD
+    """[PAD], [UNK], [CLS], [SEP], [MASK] of the tokenizer."""
     sha256: Sha256
     """Fingerprint of the index file, and by its sha256 entries of all the data."""
+
+    @property
+    def specials(self) -> Specials:
+        """The tokenizer's special ids."""
+        return Specials(*self.special_ids)
 
     def path(self, shard: int) -> Path:
         """Return where a shard's file is."""

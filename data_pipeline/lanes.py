@@ -23,7 +23,7 @@ import numpy as np
 
 from data_pipeline.index import ShardIndex, read_shard
 from data_pipeline.seeding import generator
-from data_pipeline.tokenizers import Specials
+from data_pipeline.specials import Specials
 
 NUM_WRAPPED = 2  # [CLS] and [SEP]
 EVAL_LANE = -1
@@ -124,7 +124,7 @@ class Lane:
             epoch, shard, document = place
             if (epoch, shard) != self._visit:
                 self._open(epoch, shard)
-            self._wrapped = _wrap(self._documents[self._order[document]])
+            self._wrapped = _wrap(self._documents[self._order[document]], self._index.specials)
             self._place = place
             is_near_end = 4 * (document + 1) > 3 * len(self._documents)
             if is_near_end and self._ahead is None and self._next_shard != self._shard:
@@ -161,10 +161,10 @@ class Lane:
         return deal(self._index, self._seed, epoch, self._lanes)[self._lane]
 
 
-def _wrap(ids: np.ndarray) -> np.ndarray:
+def _wrap(ids: np.ndarray, specials: Specials) -> np.ndarray:
     """Return [CLS] ids [SEP], int64."""
     wrapped = np.empty(len(ids) + NUM_WRAPPED, dtype=np.int64)
-    wrapped[0], wrapped[1:-1], wrapped[-1] = Specials.CLS, ids, Specials.SEP
+    wrapped[0], wrapped[1:-1], wrapped[-1] = specials.cls, ids, specials.sep
     return wrapped
 
 

@@ -237,6 +237,7 @@ class Building:
             "docs": census.documents,
             "tokens": census.tokens,
             "seed": self._layout.seed,
+            "special_ids": self._encoder.tokenizer.specials,
             "text": census.summary(),
         }
         listed = {entry["url"] for entry in entries}

@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from data_pipeline.census import Census, histogram
-from data_pipeline.corpus import BLOCK_BYTES, Block, Document, OnError, stop
+from data_pipeline.corpus import BLOCK_BYTES, Block, Document, OnError, keep_in, stop
 from data_pipeline.tokenizers import Tokenizer
 
 BATCHES_AHEAD = 4  # per process; bounds the text in memory
@@ -50,12 +50,8 @@ class Encoder:
         return np.dtype("<u2" if self.tokenizer.vocab_size <= 2**16 else "<u4")
 
     def on_error(self, errors: list[str]) -> OnError:
-        """Return what is done with a text that cannot be read: kept in `errors`, or an error."""
-
-        def skip(error: ValueError) -> None:
-            errors.append(str(error))
-
-        return skip if self.skips_errors else stop
+        """Return what is done with a text that cannot be read."""
+        return keep_in(errors) if self.skips_errors else stop
 
     def encode(self, batch: list[Block | Document]) -> Encoded:
         """Tokenize a batch."""

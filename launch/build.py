@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from configs.schema import Config
-from data_pipeline.corpus import read_documents, source_files
+from data_pipeline.corpus import keep_in, read_documents, source_files, stop
 from data_pipeline.index import INDEX_NAME, load_index
 from data_pipeline.index import verify as verify_shards
 from data_pipeline.shards import Building, Layout, plan_building
@@ -59,19 +59,27 @@ def build_tokenizer(config: Config, console: Console) -> int:
         raise ValueError(f"tokenizer.model: {model} is a folder; name a file")
     note = Note(model.with_name(f"{model.name}.made_from.json"))
     made_from = {
-        "tokenizer": settings.model_dump(include={"kind", "vocab_size"}),
+        "tokenizer": {
+            **settings.model_dump(include={"kind", "vocab_size"}),
+            **settings.model_dump(include={"normalizer", "sample_mchars"}, exclude_defaults=True),
+        },
         "text": _fingerprint(config.corpus.train, config.corpus.text_key),
     }
     if model.exists():
         note.check(model, made_from)
         console.print(f"tokenizer: {model} is there and up to date")
         return EXIT_OK
+    errors: list[str] = []
+    on_error = keep_in(errors) if config.corpus.on_error == "skip" else stop
     with spinner(console, f"tokenizer: training {settings.kind} of {settings.vocab_size:,}"):
-        documents = read_documents(config.corpus.train, config.corpus.text_key)
+        documents = read_documents(config.corpus.train, config.corpus.text_key, on_error)
         summary = train_tokenizer(settings, documents)
     note.write(made_from)
+    share = summary.sampled / max(1, summary.characters)
     console.print(
         f"tokenizer: {model}, {summary.vocab_size:,} pieces from {summary.documents:,} documents"
+        + (f", a sample of {share:.1%} of their characters" if share < 0.9 else "")
+        + (f"; {len(errors):,} unreadable left out, the first {errors[0]}" if errors else "")
     )
     return EXIT_OK
 
