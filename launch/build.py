@@ -98,6 +98,8 @@ def build_shards(
         skips_errors=config.corpus.on_error == "skip",
     )
     _require(config.corpus.train, "corpus.train")
+    if not isinstance(config.data.train, str):
+        raise ValueError("data.train lists sources; name the one folder that the shards go to")
     sets = [("train", config.corpus.train, config.data.train, config.data.lanes)]
     if config.corpus.eval:
         sets.append(("eval", config.corpus.eval, config.data.eval or "", 1))
