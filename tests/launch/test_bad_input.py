@@ -136,11 +136,20 @@ def test_runs_that_cannot_start(tiny_config, tmp_path, capsys, command, override
     assert tree(tmp_path) == before
 
 
+def test_compiling_without_a_compiler(tiny_config, capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (line,) = problems(capsys, "train", tiny_config, "engine.compile=true")
+    assert "engine.compile" in line
+    assert "C++ compiler" in line
+
+
 def test_another_tokenizer_than_the_shards(building, tiny_config, capsys, tmp_path):
     assert main(["tokenizer", str(building)]) == 0
     capsys.readouterr()
     tokenizer = [f"tokenizer.model={tmp_path / 't.model'}", "tokenizer.kind=unigram"]
-    lines = problems(capsys, "train", tiny_config, *tokenizer)
+    (line,) = problems(capsys, "train", tiny_config, *tokenizer)
+    assert "has vocab_size 290, and the config says tokenizer.vocab_size=8000" in line
+    lines = problems(capsys, "train", tiny_config, *tokenizer, "tokenizer.vocab_size=null")
     assert len(lines) == 2  # train and eval
     assert all("another tokenizer" in line for line in lines)
 
