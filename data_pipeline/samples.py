@@ -110,7 +110,8 @@ def _raw(members: dict[str, Member], place: str) -> RawText:
     """Return a sample's text; a ValueError says why it has none."""
     kind = next((kind for kind in TEXTS if kind in members), None)
     if kind is None:
-        raise ValueError(f"the sample has {', '.join(members)}, but no {', '.join(TEXTS)}")
+        found = ", ".join(shown(kind) for kind in list(members)[:5])
+        raise ValueError(f"the sample has {found}, but no {', '.join(TEXTS)}")
     content = bytes(members[kind].content)
     if kind.endswith(".gz"):
         content = gzip.decompress(content)

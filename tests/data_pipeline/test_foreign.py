@@ -124,7 +124,8 @@ def test_the_fingerprint_tells_other_shards(tmp_path: Path) -> None:
 # -- bad samples ---------------------------------------------------------------------------------
 
 BAD = {
-    "half a sample": ({"b.jpg": b"x"}, r"'b\.jpg': the sample has jpg, but no txt"),
+    "half a sample": ({"b.jpg": b"x"}, r"'b\.jpg': the sample has 'jpg', but no txt"),
+    "a strange kind": ({"b.j\ng": b"x"}, r"'b\.j\\ng': the sample has 'j\\ng', but no txt"),
     "no key": ({"README": b"x"}, r"'README': is not of a sample"),
     "a hidden file": ({"._b.txt": b"x"}, r"'\._b\.txt': is not of a sample"),
     "apart": ({"a.cls": b"x"}, r"'a\.cls': stands there twice, or apart"),
