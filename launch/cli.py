@@ -48,6 +48,19 @@ def _train(arguments: argparse.Namespace, console: Console) -> int:
     return train_here(arguments.config, arguments.overrides, console)
 
 
+def _profile(arguments: argparse.Namespace, console: Console) -> int:
+    from launch.profiling import profile_here
+
+    return profile_here(
+        arguments.config,
+        arguments.overrides,
+        console,
+        steps=arguments.steps,
+        stage=arguments.stage,
+        trace=arguments.trace,
+    )
+
+
 def _compare(arguments: argparse.Namespace, console: Console) -> int:
     from launch.compare import compare
 
@@ -70,6 +83,7 @@ CONFIGURED: dict[str, tuple[Callable[[argparse.Namespace, Console], int], str]] 
     "tokenizer": (_tokenizer, "train the tokenizer on corpus.train"),
     "shards": (_shards, "write corpus.train and corpus.eval as shards"),
     "plan": (_plan, "check a config; print batches, memory, FLOPs and time by stage"),
+    "profile": (_profile, "show where a training step's time goes; save a trace"),
     "train": (_train, "pre-train, or go on with a run"),
     "compare": (_compare, "train the arms of a paired study, and report"),
 }
@@ -93,6 +107,12 @@ def build_parser() -> argparse.ArgumentParser:
             help="lies over the file; list items by index: curriculum.stages.0.steps=10",
         )
         command.set_defaults(run=run)
+    command = commands.choices["profile"]
+    command.add_argument("--steps", type=int, default=5, help="steps that are profiled (5)")
+    command.add_argument("--stage", help="name of a stage; the first by default")
+    command.add_argument(
+        "--trace", type=Path, metavar="FILE", help="by default RUN.DIR/NAME.trace.json.gz"
+    )
     command = commands.add_parser(
         "verify",
         help="check a folder of shards against its index",
