@@ -7,9 +7,13 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
+    Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Tag,
 )
 
 
@@ -70,14 +74,63 @@ class CorpusConfig(Section):
     """Size of a shard, in MiB, once there are more than `data.lanes` of them."""
 
 
-class DataConfig(Section):
-    """Which shards are trained on, and in what order."""
+class SourceConfig(Section):
+    """One of several sources of training, and its share."""
 
-    train: str = ""
-    """Training shards: index.json or its folder."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_]*$")]
+    """What stages and metrics call it."""
+    shards: Annotated[str, Field(min_length=1)]
+    """Where it is, in the forms of `data.train`."""
+    weight: NonNegativeFloat = 1.0
+    """Share of the rows, as a part of the sum of all weights; a stage's `mixture` overrides it."""
+
+
+SourceOrSources = Annotated[
+    Annotated[str, Tag("[str]")]
+    | Annotated[list[SourceConfig], Tag("[list]"), Field(min_length=1)],
+    Discriminator(lambda value: "[list]" if isinstance(value, list) else "[str]"),
+]
+
+
+class DataConfig(Section):
+    """Which shards are trained on, in what order, and how they are read."""
+
+    train: SourceOrSources = ""
+    """Training shards: index.json or its folder, a local path or a URL; or tars of text without an
+    index (.tar, .tar.gz, .tar.zst): names with {000..099} or *, a folder, URLs, `pipe:COMMAND`. Or
+    a list of such sources with weights."""
     eval: str | None = None
-    """Held-out shards, likewise; none means no evaluation."""
+    """Held-out shards, in the same forms; none means no evaluation."""
     lanes: PositiveInt = 64
     """Independent streams that fix the order of samples, whatever the machine."""
     workers: NonNegativeInt = 0
     """Loader processes per rank; 0 reads in the training process."""
+    on_error: Literal["stop", "skip_shard", "skip_sample"] = "stop"
+    """What damage does: stop the run; leave out the shard; leave out the sample alone, or the rest
+    of an archive that is damaged (an indexed shard whole). What is left out is counted."""
+    text_key: str = "text"
+    """The key of the text in `json` and `jsonl` members of tars without an index."""
+    cache_dir: str | None = None
+    """Folder on each node for what comes over a network; null: one in the temporary folder."""
+    cache_gib: PositiveFloat = 20.0
+    """The most that it may hold, in GiB."""
+    timeout_s: PositiveFloat = 60.0
+    """Longest wait for the next bytes of a source."""
+    retries: NonNegativeInt = 5
+    """Tries after the first where a connection fails; each pauses twice as long."""
+
+    @property
+    def sources(self) -> "list[SourceConfig]":
+        """The sources of training; a single one has no name."""
+        if isinstance(self.train, str):
+            return [SourceConfig.model_construct(name="", shards=self.train, weight=1.0)]
+        return self.train
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Names tell sources apart, and one source must have a weight."""
+        names = [source.name for source in self.sources]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                yield f"train.{number}.name", f"{name!r} is the name of two sources"
+        if isinstance(self.train, list) and not any(source.weight for source in self.train):
+            yield "train", "no source has a weight above 0"

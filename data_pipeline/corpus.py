@@ -19,6 +19,8 @@ from typing import BinaryIO, cast
 
 import zstandard
 
+from data_pipeline.compression import ZstdStream
+
 FORMATS = (".txt", ".jsonl")
 COMPRESSIONS = ("", ".gz", ".zst", ".xz")
 SUFFIXES = tuple(form + compression for form in FORMATS for compression in COMPRESSIONS)
@@ -98,12 +100,13 @@ def _read_file(path: str, text_key: str) -> Iterator[Document]:
         if is_lines:
             for number, line in enumerate(stream, 1):
                 if not line.isspace():
-                    yield _parse_line(_decode(line, path, number), f"{path}:{number}", text_key)
+                    yield parse_line(_decode(line, path, number), f"{path}:{number}", text_key)
         else:
             yield Document(path, _decode(stream.read(), path, 1))
 
 
-def _parse_line(line: str, place: str, text_key: str) -> Document:
+def parse_line(line: str, place: str, text_key: str) -> Document:
+    """Return the document of a line of JSON; a ValueError says why it has none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -144,43 +147,8 @@ def _open(path: str) -> Iterator[BinaryIO]:
             elif suffix == ".xz":
                 yield cast(BinaryIO, lzma.LZMAFile(raw))
             elif suffix == ".zst":
-                yield io.BufferedReader(_ZstdStream(raw), 1 << 20)
+                yield io.BufferedReader(ZstdStream(raw), 1 << 20)
             else:
                 yield raw
     except (gzip.BadGzipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError) as error:
         raise ValueError(f"{path}: damaged {suffix} file: {error}") from None
-
-
-class _ZstdStream(io.RawIOBase):
-    """Zstandard frames as a stream; unlike the library's reader, it notices a cut."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
-        self._rest = b""
-        self._in_frame = False
-        self._output = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: "memoryview") -> int:  # type: ignore[override]
-        while not self._output and self._fill():
-            pass
-        count = min(len(buffer), len(self._output))
-        buffer[:count] = self._output[:count]
-        self._output = self._output[count:]
-        return count
-
-    def _fill(self) -> bool:
-        """Decompress the next chunk; False at the end of the file."""
-        chunk = self._rest or self._raw.read(1 << 17)
-        if not chunk:
-            if self._in_frame:
-                raise EOFError("it ends within a frame")
-            return False
-        self._output = memoryview(self._frame.decompress(chunk))
-        self._rest, self._in_frame = self._frame.unused_data, not self._frame.eof
-        if self._frame.eof:
-            self._frame = zstandard.ZstdDecompressor().decompressobj()
-        return True

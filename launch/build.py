@@ -61,6 +61,8 @@ def build_shards(config: Config, console: Console) -> int:
     """Write the shards of `corpus.train` and of `corpus.eval`."""
     tokenizer = load_tokenizer(config.tokenizer)
     _require(config.corpus.train, "corpus.train")
+    if not isinstance(config.data.train, str):
+        raise ValueError("data.train lists sources; name the one folder that the shards go to")
     parts = [("train", config.corpus.train, config.data.train, config.data.lanes)]
     if config.corpus.eval:
         parts.append(("eval", config.corpus.eval, config.data.eval or "", 1))

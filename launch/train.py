@@ -41,7 +41,7 @@ from trainer import checkpoint
 from trainer.distributed import World, in_world, share_cores, world_from_environment
 from trainer.engine import Engine, init_distributed
 from trainer.loop import Data, Diverged, Settings, Trainer
-from trainer.metrics import MetricsFile, Recorder, measure_matmul_peak
+from trainer.metrics import MetricsFile, Recorder, measure_matmul_peak, sources_read
 from trainer.objectives import build_objective
 from trainer.preemption import Preempted, StopRequest
 from trainer.progress import Progress
@@ -158,6 +158,7 @@ def build_trainer(
             device=engine.device,
             flops=partial(training_flops, config.model, tokenizer.vocab_size, causal=causal),
             peak_flops=measure_matmul_peak(engine.device, DTYPES[config.engine.precision]),
+            sources=partial(sources_read, prepared.train, config.run.seed, config.data.lanes),
         ),
         progress=progress,
         stop=stop,

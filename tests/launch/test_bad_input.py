@@ -118,7 +118,6 @@ def test_verify_finds_damage(building, tmp_path, capsys):
     [
         ("data.train=NOWHERE", "NOWHERE"),
         ("data.train=", "data.train"),
-        ("data.lanes=16", "8 shards are fewer than data.lanes=16"),
         ("data.workers=3", "8 lanes don't divide over 1 ranks x 3 loader workers"),
         ("tokenizer.kind=unigram tokenizer.model=gone.model", "gone.model"),
         ("engine.precision=fp16", "fp16 needs a GPU"),
@@ -170,7 +169,12 @@ def test_another_tokenizer_than_the_shards(building, tiny_config, capsys, tmp_pa
 
 def test_everything_that_stops_a_run_is_said_at_once(tiny_config, capsys):
     lines = problems(
-        capsys, "train", tiny_config, "data.eval=NOWHERE", "data.lanes=16", "engine.precision=fp16"
+        capsys,
+        "train",
+        tiny_config,
+        "data.eval=NOWHERE",
+        "data.train=GONE",
+        "engine.precision=fp16",
     )
     assert len(lines) == 3
 
@@ -182,7 +186,7 @@ def test_a_name_that_is_another_run(tiny_config, tiny_shards, tmp_path, capsys):
 
     data = json.loads((tiny_shards / "train" / "index.json").read_text())
     prepared = prepare(load(tiny_config), 1)
-    assert prepared.train.tokens == data["tokens"]
+    assert prepared.train.sources[0].tokens == data["tokens"]
     open_folder(prepared.config, fingerprints(prepared.tokenizer, prepared.train, prepared.eval))
     before = tree(tmp_path)
     (line,) = problems(capsys, "train", tiny_config, "model.num_layers=3")
