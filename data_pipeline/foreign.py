@@ -15,6 +15,7 @@ from data_pipeline.archive import SUFFIXES, ArchiveError, decompressed
 from data_pipeline.reading import Documents, Fault, Reading
 from data_pipeline.samples import BadSample, Text, read_samples
 from data_pipeline.sources import PIPE, SourceError, Stat, expand, is_remote, redacted, stat
+from data_pipeline.specials import Specials
 from data_pipeline.tokenizers import Tokenizer
 
 ASKERS = 16  # threads that ask for sizes
@@ -33,6 +34,11 @@ class ForeignShards:
     reading: Reading = field(default=Reading())
 
     epoch_tokens = None  # not known before all is tokenized
+
+    @property
+    def specials(self) -> Specials:
+        """The tokenizer's special ids."""
+        return self.tokenizer.specials
 
     @cached_property
     def sha256(self) -> str:

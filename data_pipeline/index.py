@@ -26,6 +26,7 @@ from pydantic import (
 from data_pipeline.archive import ArchiveError, Memory, read_tar
 from data_pipeline.reading import Documents, Reading
 from data_pipeline.sources import PATIENT, Patience, Stat, chunks, is_remote, redacted
+from data_pipeline.specials import STANDARD, Specials
 
 INDEX_NAME = "index.json"
 NUM_WRAPPED = 2  # [CLS] and [SEP] around each document
@@ -64,6 +65,11 @@ class ShardIndex(BaseModel):
     docs: PositiveInt
     tokens: NonNegativeInt
     seed: int
+    special_ids: Annotated[
+        tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt, NonNegativeInt, NonNegativeInt],
+        Field(strict=False),
+    ] = STANDARD
+    """[PAD], [UNK], [CLS], [SEP], [MASK] of the tokenizer."""
     sha256: Sha256
     """Fingerprint of the index file, and by its sha256 entries of all the data."""
     base: str = ""
@@ -85,6 +91,11 @@ class ShardIndex(BaseModel):
     def epoch_tokens(self) -> int:
         """Tokens of an epoch."""
         return sum(self.sizes)
+
+    @property
+    def specials(self) -> Specials:
+        """The tokenizer's special ids."""
+        return Specials(*self.special_ids)
 
     def path(self, shard: int) -> Path:
         """Return where a local shard's file is."""

@@ -24,7 +24,7 @@ import numpy as np
 
 from data_pipeline.reading import Documents, Fault, Shards
 from data_pipeline.seeding import generator
-from data_pipeline.tokenizers import Specials
+from data_pipeline.specials import Specials
 
 EVAL_LANE = -1
 
@@ -159,7 +159,7 @@ class Lane:
         place = self.cursor[:3]
         if place != self._place:
             document = place[2]
-            self._wrapped = _wrap(self._documents.ids[self._order[document]])
+            self._wrapped = _wrap(self._documents.ids[self._order[document]], self._shards.specials)
             self._place = place
             is_near_end = 4 * (document + 1) > 3 * len(self._order)
             if is_near_end and self._ahead is None and self._next_shard != self._shard:
@@ -214,10 +214,10 @@ class Lane:
         return deal(self._shards, self._seed, epoch, self._lanes)[self._lane]
 
 
-def _wrap(ids: np.ndarray) -> np.ndarray:
+def _wrap(ids: np.ndarray, specials: Specials) -> np.ndarray:
     """Return [CLS] ids [SEP], int64."""
     wrapped = np.empty(len(ids) + 2, dtype=np.int64)
-    wrapped[0], wrapped[1:-1], wrapped[-1] = Specials.CLS, ids, Specials.SEP
+    wrapped[0], wrapped[1:-1], wrapped[-1] = specials.cls, ids, specials.sep
     return wrapped
 
 

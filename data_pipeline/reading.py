@@ -10,6 +10,7 @@ import numpy as np
 
 from data_pipeline.cache import Cache
 from data_pipeline.sources import PATIENT, PIPE, Patience, SourceError, Stat, chunks, is_remote
+from data_pipeline.specials import Specials
 
 OnError = Literal["stop", "skip_shard", "skip_sample"]
 
@@ -52,6 +53,10 @@ class Shards(Protocol):
     @property
     def epoch_tokens(self) -> int | None:
         """Tokens in all, wrapped documents counted, where they are known."""
+
+    @property
+    def specials(self) -> Specials:
+        """The special ids of their tokenizer."""
 
     def __hash__(self) -> int:
         """Shards are frozen."""

@@ -26,7 +26,8 @@ def _shards(arguments: argparse.Namespace, console: Console) -> int:
     from configs.loader import load
     from launch.build import build_shards
 
-    return build_shards(load(arguments.config, arguments.overrides), console)
+    config = load(arguments.config, arguments.overrides)
+    return build_shards(config, console, arguments.part, arguments.merge)
 
 
 def _verify(arguments: argparse.Namespace, console: Console) -> int:
@@ -89,6 +90,14 @@ CONFIGURED: dict[str, tuple[Callable[[argparse.Namespace, Console], int], str]] 
 }
 
 
+def _part(text: str) -> tuple[int, int]:
+    """Parse i/n, counted from 0 or from 1 as a Slurm array is: n/n is 0/n."""
+    number, _, parts = text.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and 0 <= int(number) <= int(parts) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: write i/n, for instance 0/8")
+    return int(number) % int(parts), int(parts)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Describe all commands."""
     parser = argparse.ArgumentParser(
@@ -113,6 +122,9 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--trace", type=Path, metavar="FILE", help="by default RUN.DIR/NAME.trace.json.gz"
     )
+    share = commands.choices["shards"].add_mutually_exclusive_group()
+    share.add_argument("--part", type=_part, metavar="i/n", help="do one of n shares, anywhere")
+    share.add_argument("--merge", action="store_true", help="after the parts: the rest, the index")
     command = commands.add_parser(
         "verify",
         help="check a folder of shards against its index",
@@ -140,7 +152,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code."""
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if (
+        any("=" not in text or text.startswith("-") for text in rest)
+        or "overrides" not in arguments
+    ):
+        parser.parse_args(argv)  # says what is wrong
+    if rest:  # key=value after an option
+        arguments.overrides += rest
     console = Console(highlight=False, soft_wrap=True)
     return exit_code(lambda: arguments.run(arguments, console))
 

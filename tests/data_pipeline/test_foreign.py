@@ -16,7 +16,8 @@ from data_pipeline.lanes import Cursor, Lane, Row, eval_rows
 from data_pipeline.loader import open_stream
 from data_pipeline.reading import Documents, Fault, Reading
 from data_pipeline.sources import Patience, SourceError
-from data_pipeline.tokenizers import BytesTokenizer, Specials
+from data_pipeline.specials import STANDARD
+from data_pipeline.tokenizers import BytesTokenizer
 from tests.data_pipeline.server import Server, serving
 from tests.data_pipeline.test_archive import COMPRESSIONS, DAMAGE, END, SHARD, make_tar
 from tests.data_pipeline.test_index import npy
@@ -276,7 +277,7 @@ def test_a_run_goes_on_exactly(corpus: str, stop: int) -> None:
 
 def test_held_out_texts_come_once(corpus: str) -> None:
     ids = [token for row in eval_rows(opened(corpus), seq_len=50) for token in row.ids.tolist()]
-    assert ids.count(Specials.CLS) == ids.count(Specials.SEP) == 35
+    assert ids.count(STANDARD.cls) == ids.count(STANDARD.sep) == 35
 
 
 def test_what_is_left_out_is_told_whatever_stops(tmp_path: Path, corpus: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from data_pipeline.index import ShardIndex, ShardInfo, read_shard
 from data_pipeline.lanes import START, Cursor, Lane, deal, eval_rows
 from data_pipeline.reading import Documents
-from data_pipeline.tokenizers import Specials
+from data_pipeline.specials import STANDARD
 
 
 def fake_index(tokens: list[int]) -> ShardIndex:
@@ -128,9 +128,9 @@ def split_documents(ids: list[int]) -> list[list[int]]:
     """Undo [CLS] ids [SEP] end to end."""
     documents: list[list[int]] = []
     for token in ids:
-        if token == Specials.CLS:
+        if token == STANDARD.cls:
             documents.append([])
-        elif token != Specials.SEP:
+        elif token != STANDARD.sep:
             documents[-1].append(token)
     return documents
 
@@ -141,10 +141,10 @@ def test_pieces_are_documents(index: ShardIndex) -> None:
     for _ in range(60):
         row = lane.next_row(100)
         for piece in np.split(row.ids, np.cumsum(row.lengths)[:-1]):
-            assert (piece[0] == Specials.CLS) != open_piece
-            assert Specials.CLS not in piece[1:]
-            assert Specials.SEP not in piece[:-1]
-            open_piece = piece[-1] != Specials.SEP
+            assert (piece[0] == STANDARD.cls) != open_piece
+            assert STANDARD.cls not in piece[1:]
+            assert STANDARD.sep not in piece[:-1]
+            open_piece = piece[-1] != STANDARD.sep
 
 
 def test_one_shard_is_held_and_the_next_read_ahead(

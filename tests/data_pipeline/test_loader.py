@@ -26,7 +26,8 @@ from data_pipeline.loader import TrainStream, open_stream
 from data_pipeline.masking import mask_tokens
 from data_pipeline.seeding import generator
 from data_pipeline.shards import write_shards
-from data_pipeline.tokenizers import Specials, Tokenizer
+from data_pipeline.specials import STANDARD
+from data_pipeline.tokenizers import Tokenizer
 
 SEED = 17
 LANES = 8
@@ -325,8 +326,8 @@ def split_at_documents(examples: list[Example]) -> list[np.ndarray]:
     found = []
     for lane in {example.lane for example in examples}:
         ids = np.concatenate([unmask(example) for example in examples if example.lane == lane])
-        parts = np.split(ids, np.flatnonzero(ids == Specials.CLS))
-        found += [part for part in parts[1:] if part[-1] == Specials.SEP]
+        parts = np.split(ids, np.flatnonzero(ids == STANDARD.cls))
+        found += [part for part in parts[1:] if part[-1] == STANDARD.sep]
     return found
 
 
@@ -345,7 +346,7 @@ def test_one_document_for_more_ranks_and_lanes(
     for rank in range(world):
         stream = open_rank(index, transform, seq_len=len(document) + 2, rank=rank, world=world)
         for example in islice(stream, 20):
-            assert unmask(example).tolist() == [Specials.CLS, *document.tolist(), Specials.SEP]
+            assert unmask(example).tolist() == [STANDARD.cls, *document.tolist(), STANDARD.sep]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -162,7 +162,9 @@ def test_another_tokenizer_than_the_shards(building, tiny_config, capsys, tmp_pa
     assert main(["tokenizer", str(building)]) == 0
     capsys.readouterr()
     tokenizer = [f"tokenizer.model={tmp_path / 't.model'}", "tokenizer.kind=unigram"]
-    lines = problems(capsys, "train", tiny_config, *tokenizer)
+    (line,) = problems(capsys, "train", tiny_config, *tokenizer)
+    assert "has vocab_size 290, and the config says tokenizer.vocab_size=8000" in line
+    lines = problems(capsys, "train", tiny_config, *tokenizer, "tokenizer.vocab_size=null")
     assert len(lines) == 2  # train and eval
     assert all("another tokenizer" in line for line in lines)
 
