@@ -35,6 +35,7 @@ lint: install
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-# write the resolved configs anew, after a wanted change of a default
+# write the resolved configs and the example scripts anew, after a wanted change of a default
 golden: install
 	$(BIN)/python -m tests.configs.golden
+	$(BIN)/python -m tests.launch.examples

@@ -54,6 +54,12 @@ def _compare(arguments: argparse.Namespace, console: Console) -> int:
     return compare(arguments.config, arguments.overrides, console)
 
 
+def _launch(arguments: argparse.Namespace, console: Console) -> int:
+    from launch.submit import launch
+
+    return launch(arguments, console)
+
+
 def _report(arguments: argparse.Namespace, console: Console) -> int:
     from launch.compare import report
 
@@ -72,7 +78,42 @@ CONFIGURED: dict[str, tuple[Callable[[argparse.Namespace, Console], int], str]] 
     "plan": (_plan, "check a config; print batches, memory, FLOPs and time by stage"),
     "train": (_train, "pre-train, or go on with a run"),
     "compare": (_compare, "train the arms of a paired study, and report"),
+    "launch": (_launch, "train on the machines of Slurm or of a hostfile"),
 }
+
+
+def _launch_options(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Print the script that trains on the machines of Slurm or of a hostfile; with --submit, "
+        "start it. Resources and hooks are set in the config's section `launch`."
+    )
+    where = command.add_mutually_exclusive_group()
+    where.add_argument("--slurm", action="store_true", help="an sbatch script")
+    where.add_argument("--hostfile", metavar="FILE", help="lines of `host slots=8`")
+    command.add_argument("--include", default="", metavar="HOST[:0,2]@...", help="of the hostfile")
+    command.add_argument("--exclude", default="", metavar="HOST[:0,2]@...", help="of the hostfile")
+    command.add_argument(
+        "--array",
+        choices=["arms", "seeds"],
+        help="a job array: each arm of `compare` with each of its seeds, or this run with each",
+    )
+    command.add_argument(
+        "--shards", type=_count, metavar="N", help="a job array that writes the shards in N parts"
+    )
+    command.add_argument(
+        "--submit", action="store_true", help="start it, and say where its logs are"
+    )
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of parts")
+    return number
+
+
+OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {"launch": _launch_options}
+"""What a command takes besides a config and overrides."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -93,6 +134,8 @@ def build_parser() -> argparse.ArgumentParser:
             help="lies over the file; list items by index: curriculum.stages.0.steps=10",
         )
         command.set_defaults(run=run)
+        if name in OPTIONS:
+            OPTIONS[name](command)
     command = commands.add_parser(
         "verify",
         help="check a folder of shards against its index",
@@ -120,7 +163,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code."""
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse takes overrides in one place only; behind an option they are left over
+    if not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest):
+        parser.parse_args(argv)  # says what is wrong
+    elif rest:
+        arguments.overrides += rest
     console = Console(highlight=False, soft_wrap=True)
     return exit_code(lambda: arguments.run(arguments, console))
 
