@@ -73,8 +73,9 @@ class Cluster:
         return done.stdout + done.stderr
 
     def on(self, node: str, *command: str) -> list[str]:
-        """Return the command that runs another one on a node."""
-        return ["nsenter", f"-t{self._pid(node)}", *"-n -u -i -p -m --".split(), *command]
+        """Return the command that runs another one on a node, in the folder that we are in."""
+        enter = ["nsenter", f"-t{self._pid(node)}", *"-n -u -i -p -m".split()]
+        return [*enter, f"--wdns={Path.cwd()}", "--", *command]
 
     def job(self, job: str) -> dict[str, str]:
         """Return what Slurm knows of a job."""
@@ -229,3 +230,24 @@ def _start(cluster: Cluster, *command: str) -> None:
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def start_sshd(cluster: Cluster) -> dict[str, str]:
+    """Let ssh in to every node, by a key; return the variable by which pdsh and we find it."""
+    folder = cluster.folder
+    for name in ("host", "user"):
+        key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / f"{name}.key")]
+        subprocess.run(key, check=True, capture_output=True)
+    (folder / "sshd.conf").write_text(
+        f"HostKey {folder}/host.key\nAuthorizedKeysFile {folder}/user.key.pub\n"
+        "StrictModes no\nUsePAM no\nPidFile none\nPermitRootLogin yes\n"
+    )
+    (folder / "ssh.conf").write_text(
+        f"Host *\n IdentityFile {folder}/user.key\n StrictHostKeyChecking no\n"
+        f" UserKnownHostsFile /dev/null\n LogLevel ERROR\n"
+    )
+    Path("/run/sshd").mkdir(exist_ok=True)
+    for node in cluster.names:
+        command = cluster.on(node, "/usr/sbin/sshd", "-f", str(folder / "sshd.conf"))
+        subprocess.run(command, check=True, capture_output=True)
+    return {"PDSH_SSH_ARGS_APPEND": f"-F {folder}/ssh.conf"}
