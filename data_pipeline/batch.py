@@ -91,13 +91,18 @@ class Batch:
         return len(self.targets)
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Return the batch with its tensors on `device`."""
+        """Return the batch with its tensors on `device`, without waiting for a GPU."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            pinned = tensor.pin_memory() if torch.device(device).type == "cuda" else tensor
+            return pinned.to(device, non_blocking=True)
+
         return replace(
             self,
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            positions=self.positions.to(device, non_blocking=True),
-            target_index=self.target_index.to(device, non_blocking=True),
-            targets=self.targets.to(device, non_blocking=True),
+            input_ids=moved(self.input_ids),
+            positions=moved(self.positions),
+            target_index=moved(self.target_index),
+            targets=moved(self.targets),
         )
 
 

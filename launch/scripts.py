@@ -80,6 +80,18 @@ def slurm_script(config: Config, call: Call, elements: Sequence[Element] = ()) -
     )
 
 
+def merge_command(config: Config, call: Call, after: str) -> list[str]:
+    """Return the sbatch command that joins the shards' parts when the job `after` is done."""
+    shards = _shards_command(config, call)
+    return [
+        *("sbatch", "--parsable", f"--dependency=afterok:{after}"),
+        f"--job-name={config.run.name}-merge",
+        f"--output={folder_of(config)}/slurm-%j.log",
+        *_of_the_site(config.launch),
+        f"--wrap=cd {quote(str(call.folder))} && {shards} --merge",
+    ]
+
+
 def shards_script(config: Config, call: Call, parts: int) -> str:
     """Write the sbatch script of an array that writes the shards in parts."""
     return _render(
@@ -90,9 +102,14 @@ def shards_script(config: Config, call: Call, parts: int) -> str:
         options=list(_array_options(config, f"{config.run.name}-shards", parts)),
         parts=parts,
         log_folder=quote(str(folder_of(config))),
-        command=f"{python_words(config.launch, call)} -m launch.cli shards "
-        + " ".join(map(quote, call.words)),
+        command=_shards_command(config, call),
+        merge=" ".join(map(quote, merge_command(config, call, "JOB"))),
     )
+
+
+def _shards_command(config: Config, call: Call) -> str:
+    words = " ".join(map(quote, call.words))
+    return f"{python_words(config.launch, call)} -m launch.cli shards {words}"
 
 
 def hostfile_script(

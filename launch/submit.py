@@ -27,6 +27,7 @@ from launch.scripts import (
     Call,
     Element,
     hostfile_script,
+    merge_command,
     num_ranks,
     shards_script,
     slurm_script,
@@ -56,7 +57,11 @@ def _on_slurm(config: Config, call: Call, arguments: argparse.Namespace, console
     folder = folder_of(config)
     if arguments.shards:
         script = shards_script(config, call, arguments.shards)
-        return _print_or_submit(script, folder / "shards.sh", arguments.submit, console)
+        job = _print_or_submit(script, folder / "shards.sh", arguments.submit, console)
+        if job is not None:
+            merge = _sbatch(merge_command(config, call, job))
+            console.print(f"merge      {merge}, when all parts are done")
+        return EXIT_OK
     if problems := list(_slurm_problems(config)):
         raise ConfigError(problems)
     if not arguments.array:
@@ -64,8 +69,8 @@ def _on_slurm(config: Config, call: Call, arguments: argparse.Namespace, console
             console.print(f"{folder} is finished; remove it to train again")
             return EXIT_OK
         prepare(config, num_ranks(config.launch), here=False)
-        script = slurm_script(config, call)
-        return _print_or_submit(script, folder / SCRIPT, arguments.submit, console)
+        _print_or_submit(slurm_script(config, call), folder / SCRIPT, arguments.submit, console)
+        return EXIT_OK
     from launch import compare  # brings matplotlib, which one run does not need
 
     if arguments.array == "seeds":
@@ -83,11 +88,10 @@ def _on_slurm(config: Config, call: Call, arguments: argparse.Namespace, console
             extra = (f"tracking.mlflow.parent_run_id={parent}",)
     elements = [Element(str(folder_of(r.config)), (*r.overrides, *extra)) for r in runs]
     script = slurm_script(config, call, elements)
-    code = _print_or_submit(script, folder / SCRIPT, arguments.submit, console)
-    if arguments.submit:
+    if _print_or_submit(script, folder / SCRIPT, arguments.submit, console) is not None:
         then = f"report {folder}" if arguments.array == "seeds" else f"compare {call.config}"
         console.print(f"when all its elements are finished: `roformer {then}` draws the report")
-    return code
+    return EXIT_OK
 
 
 def _slurm_problems(config: Config) -> Iterator[str]:
@@ -104,25 +108,30 @@ def _slurm_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _print_or_submit(script: str, place: Path, submit: bool, console: Console) -> int:
+def _print_or_submit(script: str, place: Path, submit: bool, console: Console) -> str | None:
+    """Print a script, or keep and submit it and return the number of its job."""
     if not submit:
         sys.stdout.write(script)
-        return EXIT_OK
+        return None
     if shutil.which("sbatch") is None:
         raise ConfigError(["launch: there is no sbatch on this machine; run it on a login node"])
     place.parent.mkdir(parents=True, exist_ok=True)  # Slurm's log goes there too
     write_text(place, script)
-    done = subprocess.run(
-        ["sbatch", "--parsable", str(place)], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        raise Failed(f"sbatch refuses {place}: {' '.join(done.stderr.split())}")
-    job = done.stdout.strip().partition(";")[0]
+    job = _sbatch(["sbatch", "--parsable", str(place)])
+    is_array = "#SBATCH --array=" in script
     console.print(f"job        {job}")
     console.print(f"script     {place}")
-    console.print(f"log        {place.parent}/slurm-{job}{'_N' * ('--array=' in script)}.log")
-    console.print(f"ranks      {place.parent}/{LOGS}" if "--array=" not in script else "")
-    return EXIT_OK
+    console.print(f"log        {place.parent}/slurm-{job}{'_N' if is_array else ''}.log")
+    if not is_array:
+        console.print(f"ranks      {place.parent}/{LOGS}")
+    return job
+
+
+def _sbatch(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise Failed(f"sbatch refuses: {' '.join(done.stderr.split())}")
+    return done.stdout.strip().partition(";")[0]
 
 
 def _on_hosts(

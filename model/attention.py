@@ -1,21 +1,20 @@
 """Self-attention over packed documents (eq. 2): each piece of text sees itself only.
 
-A core is what happens between the projections: core(q, k, v, rotate=..., lengths=...). It applies
+A core is what happens between the projections: core(q, k, v, rotate=..., pack=...). It applies
 the rotation itself, since not every attention rotates what the projection gives; one that does says
 so by `rotates_projections`, and gets q and k turned already, in one pass over the packed tensor.
 
-Shapes: T tokens, C hidden size, H heads, D head size, S selected tokens; B pieces of L tokens.
+Shapes: T tokens, C hidden size, H heads, D head size, S selected tokens.
 """
 
-from itertools import groupby
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.kernels.attention import attend
 from model.linear_attention import LinearCore
+from model.pack import Pack
 from model.positions import Rotate
 
 
@@ -36,24 +35,13 @@ class SoftmaxCore(nn.Module):
         v_THD: Tensor,
         *,
         rotate: Rotate | None,
-        lengths: tuple[int, ...],
+        pack: Pack,
     ) -> Tensor:
-        """Attend within each piece of the pack; the lengths sum to T. Values are not rotated."""
+        """Attend within each piece of the pack. Values are not rotated."""
         if rotate is not None:
             q_THD, k_THD = rotate(q_THD), rotate(k_THD)
-        # Neighbours of one length share a call. No padding, no mask: every product is a needed one.
-        runs = [(length, len(list(pieces))) for length, pieces in groupby(lengths)]
-        sizes = [length * count for length, count in runs]
-        out = []
-        for (length, _), *qkv in zip(
-            runs, q_THD.split(sizes), k_THD.split(sizes), v_THD.split(sizes), strict=True
-        ):
-            q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in qkv)  # [B, H, L, D]
-            context_BHLD = F.scaled_dot_product_attention(
-                q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=self.causal
-            )
-            out.append(context_BHLD.transpose(1, 2).flatten(0, 1))
-        return torch.cat(out) if out else v_THD
+        dropout = self.dropout if self.training else 0.0
+        return attend(q_THD, k_THD, v_THD, pack, causal=self.causal, dropout=dropout)
 
 
 CORES: dict[str, type[SoftmaxCore] | type[LinearCore]] = {
@@ -77,7 +65,7 @@ class SelfAttention(nn.Module):
         x_TC: Tensor,
         *,
         rotate: Rotate | None,
-        lengths: tuple[int, ...],
+        pack: Pack,
         select: Tensor | None = None,
     ) -> Tensor:
         """Return the attention's output [T, C], or [S, C] of the selected tokens."""
@@ -86,6 +74,6 @@ class SelfAttention(nn.Module):
             qkv, rotate = rotate.split(qkv_T3HD), None
         else:
             qkv = qkv_T3HD.unbind(1)
-        context_THD = self.core(*qkv, rotate=rotate, lengths=lengths)
+        context_THD = self.core(*qkv, rotate=rotate, pack=pack)
         context_TC = context_THD.flatten(1)
         return self.output(context_TC if select is None else context_TC.index_select(0, select))

@@ -45,7 +45,7 @@ class ModelConfig(Section):
     dropout: Probability = 0.1
     """Of the embeddings and of what each sublayer adds."""
     attention_dropout: Probability = 0.0
-    """Of the attention weights; above 0 the fused CPU and varlen kernels cannot be used."""
+    """Of the attention weights; above 0 slower: no fused kernel on a CPU, nor torch's on a GPU."""
     layer_norm_eps: PositiveFloat = 1e-12
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of initial matrices and embeddings."""

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.attention import SelfAttention
 from model.config import ModelConfig
+from model.pack import Pack
 from model.positions import POSITIONS, Rotate
 
 
@@ -47,11 +48,11 @@ class Layer(nn.Module):
         self,
         x_TC: Tensor,
         rotate: Rotate | None,
-        lengths: tuple[int, ...],
+        pack: Pack,
         select: Tensor | None = None,
     ) -> Tensor:
         """Return the layer's output [T, C], or [S, C] of the selected tokens."""
-        attended = self.attention(x_TC, rotate=rotate, lengths=lengths, select=select)
+        attended = self.attention(x_TC, rotate=rotate, pack=pack, select=select)
         x = x_TC if select is None else x_TC.index_select(0, select)
         x = self.attention_norm(x + self.dropout(attended))
         return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
@@ -115,10 +116,10 @@ class RoFormer(nn.Module):
         tuple, so that no device is waited for. token_types [T]: all 0 by default. select [S]: the
         tokens to return, as [S, C]; all by default. ValueError for a piece over max_positions.
         """
-        longest = max(lengths, default=0)
-        if longest > self.config.max_positions:
+        pack = Pack(lengths, input_ids.device)
+        if pack.longest > self.config.max_positions:
             raise ValueError(
-                f"a piece of text has {longest} tokens, but model.max_positions is "
+                f"a piece of text has {pack.longest} tokens, but model.max_positions is "
                 f"{self.config.max_positions}"
             )
         x = self.embeddings(input_ids, positions, token_types)
@@ -126,7 +127,7 @@ class RoFormer(nn.Module):
         for layer in self.layers:
             selected = select if layer is self.layers[-1] else None
             if self.checkpoint_layers and self.training:
-                x = checkpoint(layer, x, rotate, lengths, selected, use_reentrant=False)
+                x = checkpoint(layer, x, rotate, pack, selected, use_reentrant=False)
             else:
-                x = layer(x, rotate, lengths, selected)
+                x = layer(x, rotate, pack, selected)
         return x

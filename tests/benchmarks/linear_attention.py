@@ -36,6 +36,7 @@ import torch
 
 from model.attention import CORES
 from model.config import ModelConfig
+from model.pack import Pack
 from model.positions import RotaryPositions
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +63,7 @@ def measure(
     def step() -> float:
         _wait(device)
         started = clock()
-        core(*qkv.unbind(1), rotate=rotate, lengths=(tokens,)).backward(gradient)
+        core(*qkv.unbind(1), rotate=rotate, pack=Pack((tokens,))).backward(gradient)
         _wait(device)
         qkv.grad = None
         return clock() - started

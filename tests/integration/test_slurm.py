@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,14 +25,18 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def submit(cluster, tiny_config, monkeypatch):
+    return submit_run(cluster, tiny_config, monkeypatch)
+
+
+def submit_run(cluster: Cluster, config: Path, monkeypatch) -> Callable[..., tuple[str, Path]]:
     """Return a function that submits a run: its job's number and its folder."""
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def start(*arguments: str) -> tuple[str, Path]:
-        for name, value in cluster.environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        done = roformer("launch", tiny_config, "--slurm", "--submit", *arguments)
+        done = roformer("launch", config, "--slurm", "--submit", *arguments)
         assert done.returncode == 0, done.stdout
         told = dict(line.split(maxsplit=1) for line in done.stdout.splitlines()[:3])
         return told["job"], Path(told["script"]).parent

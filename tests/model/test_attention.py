@@ -11,6 +11,7 @@ from torch import Tensor
 
 from model.attention import SoftmaxCore
 from model.kernels.rotary import rotate
+from model.pack import Pack
 from model.positions import Rotate, angles
 from tests.model.helpers import difference, restarting, small_config
 
@@ -50,7 +51,7 @@ def test_values_and_gradients_equal_the_dense_form(
     core = SoftmaxCore(small_config(), causal=causal)
     turn = rotation(lengths) if turned else None
     ours, theirs = (random_qkv(sum(lengths)).requires_grad_() for _ in range(2))
-    out = core(*ours.unbind(), rotate=turn, lengths=lengths)
+    out = core(*ours.unbind(), rotate=turn, pack=Pack(lengths))
     q, k, v = theirs.unbind()
     if turn is not None:
         q, k = turn(q), turn(k)
@@ -68,7 +69,7 @@ def test_the_comparison_sees_a_leak_a_lost_mask_and_a_turned_value() -> None:
     q, k, v = random_qkv(13)
     turn = rotation(lengths)
     core = SoftmaxCore(small_config(), causal=True)
-    out = core(q, k, v, rotate=turn, lengths=lengths)
+    out = core(q, k, v, rotate=turn, pack=Pack(lengths))
     q, k = turn(q), turn(k)
     assert difference(out, dense(q, k, v, lengths, causal=True)) < 1e-13
     assert difference(out, dense(q, k, v, (13,), causal=True)) > 0.1
@@ -84,14 +85,14 @@ def test_values_are_not_rotated() -> None:
     turns = torch.from_numpy(angles(64, D, 10000.0)[positions])
     turn = partial(rotate, cos_TR=turns.cos(), sin_TR=turns.sin())
     core = SoftmaxCore(small_config(), causal=False)
-    assert torch.equal(core(q, k, v, rotate=turn, lengths=(1, 1, 1, 1)), v)
+    assert torch.equal(core(q, k, v, rotate=turn, pack=Pack((1, 1, 1, 1))), v)
     assert difference(turn(v)[1:], v[1:]) > 0.5
 
 
 def test_an_empty_pack_stays_in_the_graph() -> None:
     qkv = random_qkv(0).requires_grad_()
     core = SoftmaxCore(small_config(), causal=False)
-    out = core(*qkv.unbind(), rotate=rotation(()), lengths=())
+    out = core(*qkv.unbind(), rotate=rotation(()), pack=Pack(()))
     out.sum().backward()
     assert out.shape == (0, H, D)
     assert qkv.grad is not None
@@ -101,7 +102,7 @@ def test_an_empty_pack_stays_in_the_graph() -> None:
 def test_lengths_that_do_not_cover_the_pack_are_refused(lengths: tuple[int, ...]) -> None:
     core = SoftmaxCore(small_config(), causal=False)
     with pytest.raises(RuntimeError, match="split_sizes"):
-        core(*random_qkv(5), rotate=None, lengths=lengths)
+        core(*random_qkv(5), rotate=None, pack=Pack(lengths))
 
 
 def test_attention_dropout_acts_in_training_only() -> None:
@@ -109,7 +110,7 @@ def test_attention_dropout_acts_in_training_only() -> None:
     q, k, v = random_qkv(12)
     lengths = (12,)
     torch.manual_seed(0)
-    noisy = core(q, k, v, rotate=None, lengths=lengths)
-    exact = core.eval()(q, k, v, rotate=None, lengths=lengths)
+    noisy = core(q, k, v, rotate=None, pack=Pack(lengths))
+    exact = core.eval()(q, k, v, rotate=None, pack=Pack(lengths))
     assert difference(exact, dense(q, k, v, lengths, causal=False)) < 1e-13
     assert difference(noisy, exact) > 0.1

@@ -22,6 +22,7 @@ from model.linear_attention import (
     orthogonal_gaussian,
     redraw,
 )
+from model.pack import Pack
 from model.positions import RotaryPositions, Rotate
 from tests.model.helpers import (
     KINDS,
@@ -119,7 +120,7 @@ def both(
     core = LinearCore(config, causal=causal)
     turn = rotation(config, lengths) if turned else None
     ours, theirs = (random_qkv(sum(lengths)).requires_grad_() for _ in range(2))
-    out = core(*ours.unbind(), rotate=turn, lengths=lengths)
+    out = core(*ours.unbind(), rotate=turn, pack=Pack(lengths))
     expected = quadratic(
         *theirs.unbind(), lengths, phi=feature_map(core), turn=turn, causal=causal, fault=fault
     )
@@ -186,7 +187,7 @@ def test_the_comparison_sees_documents_that_see_each_other(features: str) -> Non
     for causal in (True, False):
         core = LinearCore(config, causal=causal)
         run = partial(quadratic, q, k, v, phi=feature_map(core), turn=None, causal=causal)
-        out = core(q, k, v, rotate=None, lengths=(15, 20, 5))
+        out = core(q, k, v, rotate=None, pack=Pack((15, 20, 5)))
         assert difference(out, run((15, 20, 5))) < 1e-12
         assert difference(out, run((40,))) > 0.1
         assert difference(out, run((20, 15, 5))) > 0.1
@@ -203,11 +204,11 @@ def test_a_later_token_changes_no_earlier_output_by_a_bit(
     core = LinearCore(config, causal=True)
     turn = rotation(config, lengths)
     qkv = random_qkv(length + 40).to(dtype)
-    before = core(*qkv, rotate=turn, lengths=lengths)
+    before = core(*qkv, rotate=turn, pack=Pack(lengths))
     for place in (1, 60, CHUNK, length - 1):
         changed = qkv.clone()
         changed[:, place] = 7 * changed[:, place] + 1  # features of a size never seen before
-        after = core(*changed, rotate=turn, lengths=lengths)
+        after = core(*changed, rotate=turn, pack=Pack(lengths))
         assert torch.equal(after[:place], before[:place])
         assert not torch.equal(after[place:length], before[place:length])
         assert torch.equal(after[length:], before[length:])  # nor of the next document
@@ -229,9 +230,9 @@ def test_the_usual_stabiliser_would_leak_the_future(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(FavorFeatures, "forward", usual)
     core = LinearCore(linear_config("favor"), causal=True)
     qkv = random_qkv(50)
-    before = core(*qkv, rotate=None, lengths=(50,))
+    before = core(*qkv, rotate=None, pack=Pack((50,)))
     qkv[1, 49] *= 7
-    assert difference(core(*qkv, rotate=None, lengths=(50,))[:49], before[:49]) > 0.01
+    assert difference(core(*qkv, rotate=None, pack=Pack((50,)))[:49], before[:49]) > 0.01
 
 
 @pytest.mark.parametrize("features", MAPS)
@@ -240,7 +241,7 @@ def test_a_token_that_sees_only_itself_gets_its_own_value(features: str) -> None
     config = linear_config(features)
     q, k, v = random_qkv(4)
     for turn in (None, rotation(config, (4,))):
-        out = LinearCore(config, causal=False)(q, k, v, rotate=turn, lengths=(1, 1, 1, 1))
+        out = LinearCore(config, causal=False)(q, k, v, rotate=turn, pack=Pack((1, 1, 1, 1)))
         assert difference(out, v) < 1e-14
 
 
@@ -253,10 +254,10 @@ def test_low_precision_accumulates_in_fp32(features: str, causal: bool) -> None:
     core = LinearCore(config, causal=causal)
     turn = rotation(config, lengths)
     exact = random_qkv(1000).bfloat16().double()
-    out = core(*exact.bfloat16(), rotate=turn, lengths=lengths)
+    out = core(*exact.bfloat16(), rotate=turn, pack=Pack(lengths))
     assert out.dtype == torch.bfloat16
-    expected = core(*exact, rotate=turn, lengths=lengths)
-    assert difference(core(*exact.float(), rotate=turn, lengths=lengths), expected) < 2e-5
+    expected = core(*exact, rotate=turn, pack=Pack(lengths))
+    assert difference(core(*exact.float(), rotate=turn, pack=Pack(lengths)), expected) < 2e-5
     rounding = expected.abs() * 2.0**-8  # half of the last of 8 bits
     assert ((out.double() - expected).abs() <= rounding + 2e-5).all()
 
@@ -274,7 +275,7 @@ def test_queries_and_keys_of_any_size_give_numbers(
     qkv[:, 7] = 0
     qkv.requires_grad_()
     core = LinearCore(config, causal=causal)
-    out = core(*qkv.unbind(), rotate=rotation(config, (300,)), lengths=(300,))
+    out = core(*qkv.unbind(), rotate=rotation(config, (300,)), pack=Pack((300,)))
     out.sum().backward()
     assert out.isfinite().all()
     assert qkv.grad is not None
@@ -289,14 +290,14 @@ def test_heads_taken_a_few_at_a_time_change_nothing(
     qkv = torch.randn(3, 90, 5, D, dtype=torch.float64)
     core = LinearCore(config, causal=True)
     turn = rotation(config, (60, 30))
-    whole = core(*qkv, rotate=turn, lengths=(60, 30))
+    whole = core(*qkv, rotate=turn, pack=Pack((60, 30)))
     monkeypatch.setattr("model.linear_attention.BLOCK", 90 * 2 * config.query_size)
     seen = []
     forward = core.features.forward
     monkeypatch.setattr(
         core.features, "forward", lambda q, k: (seen.append(q.shape[1]), forward(q, k))[1]
     )
-    assert difference(core(*qkv, rotate=turn, lengths=(60, 30)), whole) < 1e-13
+    assert difference(core(*qkv, rotate=turn, pack=Pack((60, 30))), whole) < 1e-13
     assert seen == [2, 2, 1]
 
 
@@ -304,7 +305,7 @@ def test_heads_taken_a_few_at_a_time_change_nothing(
 def test_an_empty_pack_stays_in_the_graph(features: str) -> None:
     qkv = random_qkv(0).requires_grad_()
     core = LinearCore(linear_config(features), causal=True)
-    out = core(*qkv.unbind(), rotate=None, lengths=())
+    out = core(*qkv.unbind(), rotate=None, pack=Pack(()))
     out.sum().backward()
     assert out.shape == (0, H, D)
     assert qkv.grad is not None
@@ -314,7 +315,7 @@ def test_an_empty_pack_stays_in_the_graph(features: str) -> None:
 def test_lengths_that_do_not_cover_the_pack_are_refused(lengths: tuple[int, ...]) -> None:
     core = LinearCore(linear_config("elu"), causal=False)
     with pytest.raises(RuntimeError, match="split_sizes"):
-        core(*random_qkv(5), rotate=None, lengths=lengths)
+        core(*random_qkv(5), rotate=None, pack=Pack(lengths))
 
 
 @pytest.mark.parametrize("length", [1, CHUNK, CHUNK + 1, 3 * CHUNK - 1, 32768])
@@ -353,7 +354,7 @@ def test_work_is_linear_in_the_length(features: str, causal: bool) -> None:
     core = LinearCore(config, causal=causal)
 
     def attend(qkv: Tensor, turn: Rotate, lengths: tuple[int, ...]) -> Tensor:
-        return core(*qkv.unbind(), rotate=turn, lengths=lengths)
+        return core(*qkv.unbind(), rotate=turn, pack=Pack(lengths))
 
     short, long = (written_per_token(attend, config, length) for length in (1024, 8192))
     assert long < 1.02 * short

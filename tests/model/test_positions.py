@@ -140,7 +140,7 @@ def test_only_rope_sees_distances_and_nothing_else(kind: str) -> None:
     model, ids = small_model(positions=kind), document(12, 0)
     with torch.no_grad():
         here, there, stretched = (
-            model(ids, positions, (12,), torch.arange(12))
+            model.logits(ids, positions, (12,), torch.arange(12))
             for positions in (torch.arange(12), torch.arange(12) + 40, torch.arange(12) * 3)
         )
     moved, pulled = difference(here, there), difference(here, stretched)

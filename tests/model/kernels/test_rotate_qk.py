@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from model.attention import SelfAttention
 from model.kernels import rotary
 from model.kernels.rotary import rotate, rotate_, rotate_gather, rotate_qk, rotate_split
+from model.pack import Pack
 from model.positions import RotaryPositions
 from tests.model.helpers import difference, scatter_weights, small_config
 from tests.model.kernels.cases import (
@@ -171,10 +172,11 @@ def attention() -> tuple[SelfAttention, Callable[[Tensor], Tensor]]:
     config = small_config()
     layer = SelfAttention(config, causal=False)
     scatter_weights(layer)
-    lengths = (5, 1, 6)
-    positions = torch.cat([torch.arange(n) for n in lengths])
+    pieces = Pack((5, 1, 6))
+    positions = torch.cat([torch.arange(n) for n in pieces.lengths])
+    assert len(pieces.calls) == 1  # made before a graph asks for them
     rotation = RotaryPositions(config).rotation(positions)
-    return layer, lambda x: layer(x, rotate=rotation, lengths=lengths)
+    return layer, lambda x: layer(x, rotate=rotation, pack=pieces)
 
 
 def everything(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> list[Tensor]:
