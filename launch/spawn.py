@@ -19,6 +19,7 @@ from rich.console import Console
 
 from configs.loader import load
 from configs.schema import Config
+from launch.environment import RANKS
 from launch.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, Failed
 from launch.preflight import local_processes, prepare
 from launch.run_folder import DONE, PARENT, REQUEUE, STOP, folder_of, is_done
@@ -59,7 +60,7 @@ def rank_environment(processes: int) -> dict[str, str]:
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
     if not torch.cuda.is_available():
         defaults["DS_ACCELERATOR"] = "cpu"  # or deepspeed's launcher warns that it found no GPU
-    return defaults | os.environ | {PARENT: str(os.getpid())}
+    return defaults | os.environ | {PARENT: str(os.getpid()), RANKS: str(processes)}
 
 
 def spawn(config: Config, path: Path, overrides: Sequence[str], *, processes: int) -> int:
