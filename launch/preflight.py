@@ -4,6 +4,8 @@ Everything wrong is found at once, in seconds, before any process group forms or
 written.
 """
 
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +89,11 @@ def prepare(config: Config, world: int, *, new_run: bool = True) -> Prepared:
     factors = [attempt(_factors, stage, config, world) for stage in stages]
     if config.engine.precision == "fp16" and not torch.cuda.is_available():
         problems.append("engine.precision: fp16 needs a GPU; take bf16 or fp32 on a CPU")
+    if config.engine.compile and not (torch.cuda.is_available() or _compiler()):
+        problems.append(
+            "engine.compile: torch.compile needs a C++ compiler on a CPU, and there is no g++; "
+            "install one (or name yours in CXX), or set it to false"
+        )
     if new_run:
         problems += folder_problems(config)
     if new_run and tokenizer is not None and train is not None:
@@ -135,6 +142,10 @@ def _factors(stage: Stage, config: Config, world: int) -> Factors:
         )
     except ValueError as error:
         raise ValueError(f"curriculum stage {stage.name}: {error}") from None
+
+
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++"))
 
 
 def _lanes_for(shards: int, config: Config, world: int) -> int:

@@ -112,6 +112,7 @@ def build_trainer(
         vocab_size=tokenizer.vocab_size,
         causal=causal,
         checkpoint_layers=config.engine.activation_checkpointing,
+        compile_layers=config.engine.compile,
         max_targets=max(1, config.engine.logits_mib * 2**20 // (4 * tokenizer.vocab_size)),
     )
     if saved is None:

@@ -251,6 +251,8 @@ class EngineConfig(Section):
     """Where the optimizer's state lives: on the device, or in host memory (ZeRO 1 to 3)."""
     activation_checkpointing: bool = False
     """Recompute layers in the backward pass instead of keeping their activations."""
+    compile: bool = False
+    """Fuse what a layer does after attention by torch.compile (a C++ compiler, or Triton)."""
     logits_mib: PositiveInt = 512
     """Largest fp32 logits in hand at a time; more targets are taken in parts."""
     timeout_s: PositiveInt = 600

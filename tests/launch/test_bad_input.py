@@ -137,6 +137,13 @@ def test_runs_that_cannot_start(tiny_config, tmp_path, capsys, command, override
     assert tree(tmp_path) == before
 
 
+def test_compiling_without_a_compiler(tiny_config, capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (line,) = problems(capsys, "train", tiny_config, "engine.compile=true")
+    assert "engine.compile" in line
+    assert "C++ compiler" in line
+
+
 def test_another_tokenizer_than_the_shards(building, tiny_config, capsys, tmp_path):
     assert main(["tokenizer", str(building)]) == 0
     capsys.readouterr()
