@@ -133,6 +133,7 @@ class Engine:
     def set_accumulation(self, accumulation: int) -> None:
         """Set the number of forward and backward passes that make a step."""
         self._engine.set_train_batch_size(accumulation * self.world.size)
+        self._engine.micro_steps = 0  # a step ends where this is a multiple of the *new* number
         if hasattr(self._engine.optimizer, "gradient_accumulation_steps"):
             self._engine.optimizer.gradient_accumulation_steps = accumulation
         self._accumulation = accumulation
