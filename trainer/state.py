@@ -19,6 +19,10 @@ class TrainState:
     """Consumed rows; the next one comes from lane `rows % lanes`."""
     elapsed_s: float = 0.0
     """Time spent training, over all starts."""
+    bad_steps: int = 0
+    """Steps that were skipped, for their loss or gradient was no number."""
+    bad_in_a_row: int = 0
+    """Of these, the last ones without a good one between."""
     cursors: dict[int, Cursor] = field(default_factory=dict)
     """Where each lane goes on; a rank knows those of its own lanes."""
 
@@ -31,5 +35,5 @@ class TrainState:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Read what `to_json` wrote."""
         cursors = {int(lane): Cursor(*cursor) for lane, cursor in data["cursors"].items()}
-        names = ("step", "tokens", "rows", "elapsed_s")
-        return cls(**{name: data[name] for name in names}, cursors=cursors)
+        names = ("step", "tokens", "rows", "elapsed_s", "bad_steps", "bad_in_a_row")
+        return cls(**{name: data[name] for name in names if name in data}, cursors=cursors)

@@ -98,8 +98,8 @@ def train(engine: Engine, accumulation: int, steps: range, naive: bool = False) 
             loss = engine.forward(*arguments, asked).total
             own = len(asked) * world * accumulation if naive else count
             engine.backward(loss, own)
-            norm = engine.step(lr_of(step))
             total += float(loss.detach())
+        norm = engine.step(lr_of(step))
         summed = torch.tensor(total, dtype=torch.float64)
         torch.distributed.all_reduce(summed)
         curve.append((float(summed) / count, norm))
