@@ -30,7 +30,7 @@ from configs.schema import Config
 from trainer import checkpoint
 
 DONE, REQUEUE, STOP, STUDY, LOCK = "done", "requeue", "stop", "study.json", "lock"
-RANKS, CHECKPOINTS = "ranks", "checkpoints"
+PULSES, CHECKPOINTS = "ranks", "checkpoints"
 PARENT, STARTED = "ROFORMER_PARENT", "ROFORMER_STARTED"
 """Variables by which ranks know the `roformer` process that started them, and when (unix s)."""
 
@@ -38,7 +38,7 @@ PACKAGES = ("roformer-pretraining", "torch", "deepspeed", "webdataset", "sentenc
 
 CURVE_SECTIONS = ("tokenizer", "model", "objective", "curriculum", "optimizer", "schedule")
 """Sections that shape the curve: another value of theirs is another run."""
-CURVE_KEYS = ("run.seed", "data.lanes")
+CURVE_KEYS = ("run.seed", "data.lanes", "data.text_key")
 """So do these, and the data, which is known by its sha256 wherever it lies."""
 
 

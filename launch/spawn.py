@@ -22,9 +22,10 @@ from rich.console import Console
 
 from configs.loader import load
 from configs.schema import Config
+from launch.environment import RANKS
 from launch.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, Failed
 from launch.preflight import local_processes, prepare
-from launch.run_folder import DONE, PARENT, RANKS, REQUEUE, STARTED, STOP, folder_of, is_done
+from launch.run_folder import DONE, PARENT, PULSES, REQUEUE, STARTED, STOP, folder_of, is_done
 from trainer.distributed import free_port
 from trainer.liveness import clear, first_failure, has_failures
 from trainer.preemption import Preempted, release_signals
@@ -49,9 +50,11 @@ def train_here(path: Path, overrides: Sequence[str], console: Console) -> int:
     return code
 
 
-def rank_command(path: Path, overrides: Sequence[str], *, processes: int) -> list[str]:
+def rank_command(
+    path: Path, overrides: Sequence[str], *, processes: int, module: str = "launch.train"
+) -> list[str]:
     """Return the command that starts `processes` ranks on this machine."""
-    rank = ["launch.train", str(path), *overrides]
+    rank = [module, str(path), *overrides]
     if processes == 1:
         return [sys.executable, "-m", *rank]
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "error"]
@@ -65,7 +68,7 @@ def rank_environment(processes: int) -> dict[str, str]:
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
     if not torch.cuda.is_available():
         defaults["DS_ACCELERATOR"] = "cpu"  # or deepspeed's launcher warns that it found no GPU
-    own = {PARENT: str(os.getpid()), STARTED: str(time.time())}
+    own = {PARENT: str(os.getpid()), STARTED: str(time.time()), RANKS: str(processes)}
     return defaults | os.environ | own
 
 
@@ -80,7 +83,7 @@ def spawn(config: Config, path: Path, overrides: Sequence[str], *, processes: in
     folder.mkdir(parents=True, exist_ok=True)
     for marker in (DONE, REQUEUE, STOP):
         (folder / marker).unlink(missing_ok=True)
-    clear(folder / RANKS)
+    clear(folder / PULSES)
     if signal.sigpending() & {signal.SIGTERM, signal.SIGUSR1}:
         (folder / REQUEUE).touch()
         raise Preempted("asked to stop before it has started")
@@ -99,7 +102,7 @@ def spawn(config: Config, path: Path, overrides: Sequence[str], *, processes: in
     if (folder / REQUEUE).exists():
         return EXIT_PREEMPTED
     (folder / STOP).unlink(missing_ok=True)
-    failure = first_failure(folder / RANKS)
+    failure = first_failure(folder / PULSES)
     if code == EXIT_BAD_INPUT and failure is None:
         return code  # a rank has said what is wrong
     if failure is not None and failure.traceback:
@@ -158,7 +161,7 @@ def _wait(launched: subprocess.Popen[bytes], folder: Path, *, grace_s: float, as
         if launched.poll() is not None and asked.since is None:
             asked.since = now
             (folder / STOP).touch()
-        if failed_since is None and has_failures(folder / RANKS):
+        if failed_since is None and has_failures(folder / PULSES):
             failed_since = now
         has_failed = failed_since is not None and now - failed_since > FAILED_S
         if has_failed or (asked.since is not None and now - asked.since > 2 * grace_s):

@@ -2,6 +2,7 @@
 
     deepspeed --module launch.train CONFIG.yaml [key=value ...]
     torchrun -m launch.train CONFIG.yaml [key=value ...]
+    srun python -m launch.train CONFIG.yaml [key=value ...]
 
 `roformer train` checks the config and starts this module, once a rank.
 """
@@ -17,6 +18,7 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,15 +28,18 @@ import torch
 import torch.distributed
 from rich.console import Console
 
-from configs.loader import ConfigError, load
+from configs.loader import ConfigError
 from configs.schema import Config
-from launch.errors import EXIT_OK, Failed, exit_code
-from launch.preflight import Prepared, fingerprints, prepare
+from launch.agreement import Attempt, agree, attempt
+from launch.environment import adopt, check_ranks
+from launch.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, Failed, Told, exit_code
+from launch.preflight import Prepared, fingerprints
+from launch.rank_log import RankLog
 from launch.run_folder import (
     CHECKPOINTS,
     DONE,
     PARENT,
-    RANKS,
+    PULSES,
     REQUEUE,
     STARTED,
     STOP,
@@ -61,7 +66,7 @@ from trainer.distributed import (
 from trainer.engine import Engine, init_distributed
 from trainer.liveness import Liveness, tell_of_error
 from trainer.loop import Data, Settings, Trainer
-from trainer.metrics import MetricsFile, Recorder, measure_matmul_peak
+from trainer.metrics import MetricsFile, Recorder, measure_matmul_peak, sources_read
 from trainer.objectives import build_objective
 from trainer.preemption import Preempted, StopRequest
 from trainer.progress import Progress
@@ -81,10 +86,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_intermixed_args(argv)
-    return exit_code(lambda: train(load(arguments.config, arguments.overrides)))
+    log = RankLog()
+    code = EXIT_FAILED
+    try:
+        code = exit_code(lambda: train(arguments.config, arguments.overrides, log))
+    except Exception:
+        traceback.print_exc()
+    if code in (EXIT_FAILED, EXIT_BAD_INPUT):
+        log.repeat_last_lines()
+    return code
 
 
-def train(config: Config) -> int:
+def train(path: Path, overrides: Sequence[str], log: RankLog) -> int:
     """Train to the end of the curriculum.
 
     Returns:
@@ -94,28 +107,53 @@ def train(config: Config) -> int:
     Raises:
         Preempted: When the only rank was asked to stop, after saving.
         Failed: When too many steps were no numbers, or the disk refused a checkpoint.
+        ConfigError: When the config, or what it names, is not right; `Told` where many ranks are.
     """
+    adopt(os.environ)
     has_launcher = in_world()
     world = world_from_environment()
-    ranks = folder_of(config) / RANKS
-    stop = stop_request(config)
-    stop.install()
+    mine = attempt(path, overrides, world)
+    if mine.config is not None:
+        check_ranks(world.size, mine.config.launch, os.environ)
+        stop = stop_request(mine.config)
+        stop.install()
+        log.open(folder_of(mine.config), world)
+    if world.size == 1 and mine.problems:
+        raise ConfigError(mine.problems)
     share_cores(world)
-    prepared = prepare(config, world.size)
+    level = logging.WARNING if world.is_first else logging.ERROR
+    logging.basicConfig(level=level, format="roformer: %(message)s")
+    if mine.config is None:
+        init_distributed(world, timeout_s=mine.timeout_s)
+        agree(mine, world)  # raises on all ranks
+        raise AssertionError("a rank without a config has agreed")
+    pulses = folder_of(mine.config) / PULSES
     try:
-        with Liveness(ranks, world, timeout_s=config.engine.timeout_s) as liveness:
-            train_as_rank(prepared, world, stop, liveness)
+        with Liveness(pulses, world, timeout_s=mine.timeout_s) as liveness:
+            train_watched(mine, world, stop, liveness)
+    except Told:
+        raise
     except Preempted:
         if not has_launcher:
             raise
     except (Diverged, SaveFailed) as error:
-        tell_of_error(ranks, world.rank, error)
+        tell_of_error(pulses, world.rank, error)
         raise Failed(str(error)) from None
     except BaseException as error:
-        tell_of_error(ranks, world.rank, error)
+        tell_of_error(pulses, world.rank, error)
         raise
     torch.distributed.destroy_process_group()
     return EXIT_OK
+
+
+def train_watched(mine: Attempt, world: World, stop: StopRequest, liveness: Liveness) -> None:
+    """Meet the other ranks, agree with them on the run, put it together and train it."""
+    init_distributed(world, timeout_s=mine.timeout_s)
+    liveness.see_others()
+    prepared = agree(mine, world)
+    console = Console(stderr=True, soft_wrap=True) if world.is_first else None
+    with recording(prepared, world, console) as metrics:
+        build_trainer(prepared, world, stop, metrics, console, liveness.pulse).fit()
 
 
 def stop_request(config: Config) -> StopRequest:
@@ -132,17 +170,6 @@ def stop_request(config: Config) -> StopRequest:
         deadline=deadline,
         grace_s=grace_s,
     )
-
-
-def train_as_rank(prepared: Prepared, world: World, stop: StopRequest, liveness: Liveness) -> None:
-    """Form the process group, put the run together and train it."""
-    level = logging.WARNING if world.is_first else logging.ERROR
-    logging.basicConfig(level=level, format="roformer: %(message)s")
-    init_distributed(world, timeout_s=prepared.config.engine.timeout_s)
-    liveness.see_others()
-    console = Console(stderr=True, soft_wrap=True) if world.is_first else None
-    with recording(prepared, world, console) as metrics:
-        build_trainer(prepared, world, stop, metrics, console, liveness.pulse).fit()
 
 
 def build_trainer(
@@ -164,6 +191,7 @@ def build_trainer(
         vocab_size=tokenizer.vocab_size,
         causal=causal,
         checkpoint_layers=config.engine.activation_checkpointing,
+        compile_layers=config.engine.compile,
         max_targets=max(1, config.engine.logits_mib * 2**20 // (4 * tokenizer.vocab_size)),
     )
     if saved is None:
@@ -229,6 +257,7 @@ def build_trainer(
             device=engine.device,
             flops=partial(training_flops, config.model, tokenizer.vocab_size, causal=causal),
             peak_flops=measure_matmul_peak(engine.device, DTYPES[config.engine.precision]),
+            sources=partial(sources_read, prepared.train, config.run.seed, config.data.lanes),
         ),
         progress=progress,
         stop=stop,

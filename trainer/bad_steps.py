@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.index import ShardIndex
 from data_pipeline.lanes import Cursor
+from data_pipeline.mixture import Mixture
 from data_pipeline.provenance import documents_between
 from trainer.distributed import World, gather_from_ranks
 from trainer.state import TrainState
@@ -27,7 +27,7 @@ class BadSteps:
     """Counts them, and ends a run of too many in a row."""
 
     file: Path
-    index: ShardIndex
+    mixture: Mixture
     seed: int
     lanes: int
     max_in_a_row: int
@@ -70,7 +70,7 @@ class BadSteps:
                     f"{source.shard}:{source.key}"
                     for lane, (start, end) in stretches
                     for source in documents_between(
-                        self.index,
+                        self.mixture,
                         seed=self.seed,
                         lane=lane,
                         lanes=self.lanes,

@@ -94,6 +94,11 @@ def gather_from_ranks(item: T) -> list[T]:
     return items
 
 
+def barrier() -> None:
+    """Wait for all ranks."""
+    dist.barrier()
+
+
 def from_first(make: Callable[[], T]) -> T:
     """Return, on every rank, what the first rank makes; it must not raise."""
     return gather_from_ranks(make() if dist.get_rank() == 0 else None)[0]  # type: ignore[return-value]

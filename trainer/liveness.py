@@ -80,7 +80,7 @@ class Liveness:
         self._phase, self._since = phase, now
 
     def see_others(self) -> None:
-        """Look at the next rank's pulse from here on: once all ranks have started."""
+        """Note that all ranks have started: the next one's pulse is of this start."""
         self._sees_others = True
 
     def __enter__(self) -> Self:
@@ -100,16 +100,18 @@ class Liveness:
 
     def _watch(self) -> None:
         neighbour = (self._world.rank + 1) % self._world.size
-        seen, seen_at, number = "", time.monotonic(), 0
+        seen, seen_at, beats, number = "", time.monotonic(), 0, 0
         while not self._ended.wait(BEAT_S):
             with suppress(OSError):  # a full disk: the next rank has its own eyes
                 self._beat(number := number + 1)
             self._look_at_main()
-            if self._sees_others and self._world.size > 1:
+            if self._world.size > 1:
                 beat = _read(_pulse(self._folder, neighbour))
                 now = time.monotonic()
                 if beat != seen or not beat:
-                    seen, seen_at = beat, now
+                    seen, seen_at, beats = beat, now, beats + 1
+                elif beats < 2 and not self._sees_others:
+                    continue  # an earlier start's: this one's has not come yet
                 elif now - seen_at > SILENT_S:
                     self._end_for(neighbour, json.loads(beat), now - seen_at)
 
