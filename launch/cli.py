@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from launch.errors import exit_code
+from trainer.preemption import signals_held
 
 # Commands import what they need when they run: torch and deepspeed take seconds.
 
@@ -44,9 +45,10 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _train(arguments: argparse.Namespace, console: Console) -> int:
-    from launch.spawn import train_here
+    with signals_held():  # during the seconds of imports and checks: answered by the ranks
+        from launch.spawn import train_here
 
-    return train_here(arguments.config, arguments.overrides, console)
+        return train_here(arguments.config, arguments.overrides, console)
 
 
 def _profile(arguments: argparse.Namespace, console: Console) -> int:
@@ -63,9 +65,10 @@ def _profile(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _compare(arguments: argparse.Namespace, console: Console) -> int:
-    from launch.compare import compare
+    with signals_held():
+        from launch.compare import compare
 
-    return compare(arguments.config, arguments.overrides, console)
+        return compare(arguments.config, arguments.overrides, console)
 
 
 def _launch(arguments: argparse.Namespace, console: Console) -> int:
