@@ -32,7 +32,7 @@ PACKAGES = ("roformer-pretraining", "torch", "deepspeed", "webdataset", "sentenc
 
 CURVE_SECTIONS = ("tokenizer", "model", "objective", "curriculum", "optimizer", "schedule")
 """Sections that shape the curve: another value of theirs is another run."""
-CURVE_KEYS = ("run.seed", "data.train", "data.eval", "data.lanes", "data.text_key")
+CURVE_KEYS = ("run.seed", "data.train", "data.eval", "data.lanes", "data.packing", "data.text_key")
 
 
 def folder_of(config: Config) -> Path:
