@@ -58,10 +58,11 @@ def local_processes(config: Config) -> int:
     return min(wanted, gpus) if gpus else wanted
 
 
-def prepare(config: Config, world: int, *, new_run: bool = True) -> Prepared:
+def prepare(config: Config, world: int, *, new_run: bool = True, here: bool = True) -> Prepared:
     """Read what a config names, and check that `world` ranks can train on it.
 
-    Without `new_run` the run's folder is left out of it.
+    Without `new_run` the run's folder is left out of it; without `here` this machine's devices,
+    since the ranks run on others.
 
     Raises:
         ConfigError: With everything that is wrong.
@@ -87,7 +88,7 @@ def prepare(config: Config, world: int, *, new_run: bool = True) -> Prepared:
     held_out = attempt(read, "data.eval", config.data.eval) if config.data.eval else None
     attempt(check_split, config.data.lanes, world, config.data.workers)
     factors = [attempt(_factors, stage, config, world) for stage in stages]
-    if config.engine.precision == "fp16" and not torch.cuda.is_available():
+    if here and config.engine.precision == "fp16" and not torch.cuda.is_available():
         problems.append("engine.precision: fp16 needs a GPU; take bf16 or fp32 on a CPU")
     if config.engine.compile and not (torch.cuda.is_available() or _compiler()):
         problems.append(

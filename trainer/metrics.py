@@ -71,7 +71,7 @@ class Recorder:
         self._file = file
         self._every_steps = every_steps
         self._device = device
-        self._flops = flops
+        self.flops = flops
         self._peak_flops = peak_flops
         self._sources = sources
         self._window: list[StepResult] = []
@@ -92,7 +92,7 @@ class Recorder:
         steps, self._window = self._window, []
         targets = sum(step.targets for step in steps)
         seconds = sum(step.seconds for step in steps)
-        flops = sum(self._flops(s.lengths, round(s.targets / factors.world)) for s in steps)
+        flops = sum(self.flops(s.lengths, round(s.targets / factors.world)) for s in steps)
         record: dict[str, Value] = {
             "elapsed_s": round(state.elapsed_s, 3),
             "step": state.step,

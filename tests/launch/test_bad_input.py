@@ -143,6 +143,21 @@ def test_compiling_without_a_compiler(tiny_config, capsys, monkeypatch):
     assert "C++ compiler" in line
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--stage=middle", "--stage middle: the curriculum has"),
+        ("--steps=0", "--steps 0: at least 1"),
+        ("--trace=FILE/trace.json", "no folder that can be written to"),
+    ],
+)
+def test_profiles_that_cannot_start(tiny_config, tmp_path, capsys, option, said):
+    file = tmp_path / "FILE"
+    file.write_text("")
+    (line,) = problems(capsys, "profile", tiny_config, option.replace("FILE", str(file)))
+    assert said in line
+
+
 def test_another_tokenizer_than_the_shards(building, tiny_config, capsys, tmp_path):
     assert main(["tokenizer", str(building)]) == 0
     capsys.readouterr()
