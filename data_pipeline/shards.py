@@ -32,6 +32,7 @@ from data_pipeline.buckets import Entry, Piece, count_shards, write_bucket
 from data_pipeline.census import Census
 from data_pipeline.corpus import Document, Span, cut_into_units, read_blocks
 from data_pipeline.index import INDEX_NAME, ShardIndex, load_index
+from data_pipeline.sources import stat
 from data_pipeline.spool import bucket_sizes, gather, write_piece, written
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.tokenizing import Encoded, Encoder, EncoderPool, follow
@@ -378,7 +379,7 @@ def _report(buckets: Iterable[Census], total: int, progress: Progress | None) ->
 
 
 def _size_of(span: Span) -> int:
-    return os.path.getsize(span.path) if span.end is None else span.end - span.start
+    return (stat(span.path).size or 0) if span.end is None else span.end - span.start
 
 
 def _hash(value: object) -> str:

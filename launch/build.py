@@ -18,6 +18,7 @@ from data_pipeline.corpus import keep_in, read_documents, source_files, stop
 from data_pipeline.index import INDEX_NAME, load_index
 from data_pipeline.index import verify as verify_shards
 from data_pipeline.shards import Building, Layout, plan_building
+from data_pipeline.sources import redacted, stat
 from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
 from data_pipeline.tokenizing import Encoder, EncoderPool
 from launch.errors import EXIT_FAILED, EXIT_OK, Failed
@@ -221,6 +222,6 @@ def _fingerprint(sources: list[str], text_key: str) -> str:
     """Hash the names, sizes and times of all files of a corpus."""
     digest = hashlib.sha256(text_key.encode())
     for name in source_files(sources):
-        status = Path(name).stat()
-        digest.update(f"\0{name}\0{status.st_size}\0{status.st_mtime_ns}".encode())
+        known = stat(name)
+        digest.update(f"\0{redacted(name)}\0{known.size}\0{known.version}".encode())
     return digest.hexdigest()
