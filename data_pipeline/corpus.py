@@ -259,8 +259,9 @@ def _read_span(span: Span) -> Iterator[Block]:
             number += 1 if place > span.start else 0
         while span.end is None or place < span.end:
             most = BLOCK_BYTES if span.end is None else min(BLOCK_BYTES, span.end - place)
-            lines = stream.readlines(most)
-            if not lines:
+            # Of lines that are as long as its hint, readlines takes one too many; 0 is no hint.
+            lines = stream.readlines(most - 1) if most > 1 else [stream.readline()]
+            if not any(lines):
                 return
             yield Block(span, tuple(lines), number, is_text=False)
             place, number = place + sum(map(len, lines)), number + len(lines)

@@ -122,7 +122,7 @@ class WordPieceTokenizer:
         place = 0
         for word in rjieba.cut(self._character[ids].tobytes().decode("utf-32-le"), False):
             # One that the vocabulary has would have been one id.
-            if len(word) > 1 and word not in self._ids and "\n" not in word:
+            if len(word) > 1 and word not in self._ids:
                 starts[place + 1 : place + len(word)] = False
             place += len(word)
         return starts

@@ -102,6 +102,8 @@ def test_word_starts_are_the_words_of_jieba(wordpiece: WordPieceTokenizer) -> No
         total += len(ids)
     assert split > 0.05 * total
     assert wrong < 0.001 * total
+    word = next(w for w in WORDS if len(wordpiece.encode(w)) < len(wordpiece.encode(" ".join(w))))
+    assert wordpiece.word_starts(wordpiece.encode(" ".join(word))).all()  # two words, by the space
 
 
 def test_all_of_a_word_is_masked_and_specials_never(wordpiece: WordPieceTokenizer) -> None:
