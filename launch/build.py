@@ -130,7 +130,7 @@ def build_shards(
             }
             if (folder / INDEX_NAME).exists():
                 note.check(folder, made_from)
-                building.clear()  # where only this was left to do
+                building.place.clear()  # where only this was left to do
                 console.print(f"shards: {folder} is there and up to date")
                 continue
             with building.locked(shared=part is not None):

@@ -108,12 +108,12 @@ def main() -> None:
                         building.tokenize(pool)
 
                 if not write:
-                    building.clear()
-                    building.place.mkdir()
+                    building.place.clear()
+                    building.place.path.mkdir()
                     return timed(tokenize)
                 tokenize()
                 taken = timed(lambda: building.write(workers=workers))
-                building.clear()
+                building.place.clear()
                 return taken
 
         def threads(turn: int) -> Time:
