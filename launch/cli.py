@@ -36,10 +36,9 @@ def _verify(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
-    from configs.loader import load
-    from launch.plan import print_plan
+    from launch.plan_page import plan
 
-    return print_plan(load(arguments.config, arguments.overrides), console)
+    return plan(arguments, console)
 
 
 def _train(arguments: argparse.Namespace, console: Console) -> int:
@@ -105,14 +104,31 @@ def _launch_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _plan_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--ranks", type=_count, metavar="N", help="plan for so many ranks")
+    command.add_argument(
+        "--device",
+        choices=["v100", "a100-40", "a100", "h100", "h200", "b200"],
+        help="plan for devices that are not at hand",
+    )
+    command.add_argument(
+        "--rate", type=float, metavar="TFLOPS", help="time by this rate, in TFLOP/s a rank"
+    )
+    command.add_argument(
+        "--calibrate", action="store_true", help="time by a few steps of each stage, run here"
+    )
+
+
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of parts")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+    return int(text)
 
 
-OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {"launch": _launch_options}
+OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "launch": _launch_options,
+    "plan": _plan_options,
+}
 """What a command takes besides a config and overrides."""
 
 
