@@ -59,6 +59,12 @@ def _launch(arguments: argparse.Namespace, console: Console) -> int:
     return launch(arguments, console)
 
 
+def _doctor(arguments: argparse.Namespace, console: Console) -> int:
+    from launch.doctor import doctor
+
+    return doctor(arguments, console)
+
+
 def _report(arguments: argparse.Namespace, console: Console) -> int:
     from launch.compare import report
 
@@ -78,6 +84,7 @@ CONFIGURED: dict[str, tuple[Callable[[argparse.Namespace, Console], int], str]] 
     "train": (_train, "pre-train, or go on with a run"),
     "compare": (_compare, "train the arms of a paired study, and report"),
     "launch": (_launch, "train on the machines of Slurm or of a hostfile"),
+    "doctor": (_doctor, "say whether a run would start on its hosts"),
 }
 
 
@@ -119,6 +126,15 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _doctor_options(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Ask the hosts of the hostfile, of the Slurm allocation that we are in, or this one: "
+        "versions, devices, memory, disk, ports, network, an all-reduce. Exit code 2 if the run "
+        "would fail."
+    )
+    command.add_argument("--hostfile", metavar="FILE", help="lines of `host slots=8`")
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
@@ -128,6 +144,7 @@ def _count(text: str) -> int:
 OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "launch": _launch_options,
     "plan": _plan_options,
+    "doctor": _doctor_options,
 }
 """What a command takes besides a config and overrides."""
 
