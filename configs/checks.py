@@ -71,6 +71,19 @@ def lanes_divide(data: DataConfig, launch: LaunchConfig) -> Problems:
         )
 
 
+def mixtures_name_sources(curriculum: CurriculumConfig, data: DataConfig) -> Problems:
+    """A stage can weigh only what `data.train` lists, and must leave something."""
+    names = [source.name for source in data.sources if source.name]
+    for number, stage in enumerate(curriculum.stages):
+        key = f"curriculum.stages.{number}.mixture"
+        for name in stage.mixture or {}:
+            if name not in names:
+                known = ", ".join(names) or "none, for it is a single source"
+                yield key, f"{name!r} is no source of data.train, whose names are: {known}"
+        if stage.mixture is not None and not any(stage.mixture.values()):
+            yield key, "gives no source a weight above 0"
+
+
 def _ranks(launch: LaunchConfig) -> str:
     """Name the keys that make the number of ranks."""
     per_machine = f"launch.num_processes={launch.num_processes}"
@@ -110,6 +123,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     lengths_fit_device,
     batches_divide,
     lanes_divide,
+    mixtures_name_sources,
 )
 """Each problem of theirs rests on the keys that it names."""
 

@@ -26,7 +26,8 @@ def _shards(arguments: argparse.Namespace, console: Console) -> int:
     from configs.loader import load
     from launch.build import build_shards
 
-    return build_shards(load(arguments.config, arguments.overrides), console)
+    config = load(arguments.config, arguments.overrides)
+    return build_shards(config, console, arguments.part, arguments.merge)
 
 
 def _verify(arguments: argparse.Namespace, console: Console) -> int:
@@ -45,6 +46,19 @@ def _train(arguments: argparse.Namespace, console: Console) -> int:
     from launch.spawn import train_here
 
     return train_here(arguments.config, arguments.overrides, console)
+
+
+def _profile(arguments: argparse.Namespace, console: Console) -> int:
+    from launch.profiling import profile_here
+
+    return profile_here(
+        arguments.config,
+        arguments.overrides,
+        console,
+        steps=arguments.steps,
+        stage=arguments.stage,
+        trace=arguments.trace,
+    )
 
 
 def _compare(arguments: argparse.Namespace, console: Console) -> int:
@@ -81,11 +95,20 @@ CONFIGURED: dict[str, tuple[Callable[[argparse.Namespace, Console], int], str]] 
     "tokenizer": (_tokenizer, "train the tokenizer on corpus.train"),
     "shards": (_shards, "write corpus.train and corpus.eval as shards"),
     "plan": (_plan, "check a config; print batches, memory, FLOPs and time by stage"),
+    "profile": (_profile, "show where a training step's time goes; save a trace"),
     "train": (_train, "pre-train, or go on with a run"),
     "compare": (_compare, "train the arms of a paired study, and report"),
     "launch": (_launch, "train on the machines of Slurm or of a hostfile"),
     "doctor": (_doctor, "say whether a run would start on its hosts"),
 }
+
+
+def _part(text: str) -> tuple[int, int]:
+    """Parse i/n, counted from 0 or from 1 as a Slurm array is: n/n is 0/n."""
+    number, _, parts = text.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and 0 <= int(number) <= int(parts) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: write i/n, for instance 0/8")
+    return int(number) % int(parts), int(parts)
 
 
 def _launch_options(command: argparse.ArgumentParser) -> None:
@@ -141,7 +164,23 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _profile_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--steps", type=int, default=5, help="steps that are profiled (5)")
+    command.add_argument("--stage", help="name of a stage; the first by default")
+    command.add_argument(
+        "--trace", type=Path, metavar="FILE", help="by default RUN.DIR/NAME.trace.json.gz"
+    )
+
+
+def _shards_options(command: argparse.ArgumentParser) -> None:
+    share = command.add_mutually_exclusive_group()
+    share.add_argument("--part", type=_part, metavar="i/n", help="do one of n shares, anywhere")
+    share.add_argument("--merge", action="store_true", help="after the parts: the rest, the index")
+
+
 OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "shards": _shards_options,
+    "profile": _profile_options,
     "launch": _launch_options,
     "plan": _plan_options,
     "doctor": _doctor_options,

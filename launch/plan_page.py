@@ -32,7 +32,7 @@ def plan(arguments: argparse.Namespace, console: Console) -> int:
     try:
         vocab_size = load_tokenizer(config.tokenizer).vocab_size
     except (ValueError, OSError):
-        vocab_size = config.tokenizer.vocab_size
+        vocab_size = config.tokenizer.vocab_size or 8000  # what is wrong is told at the end
     kind = "gpu" if device or torch.cuda.is_available() else "cpu"
     try:
         found = make_plan(config, world=world, vocab_size=vocab_size, kind=kind)

@@ -42,9 +42,11 @@ def train_here(path: Path, overrides: Sequence[str], console: Console) -> int:
     return code
 
 
-def rank_command(path: Path, overrides: Sequence[str], *, processes: int) -> list[str]:
+def rank_command(
+    path: Path, overrides: Sequence[str], *, processes: int, module: str = "launch.train"
+) -> list[str]:
     """Return the command that starts `processes` ranks on this machine."""
-    rank = ["launch.train", str(path), *overrides]
+    rank = [module, str(path), *overrides]
     if processes == 1:
         return [sys.executable, "-m", *rank]
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "error"]

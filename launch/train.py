@@ -45,7 +45,7 @@ from trainer import checkpoint
 from trainer.distributed import World, in_world, share_cores, world_from_environment
 from trainer.engine import Engine, init_distributed
 from trainer.loop import Data, Diverged, Settings, Trainer
-from trainer.metrics import MetricsFile, Recorder, measure_matmul_peak
+from trainer.metrics import MetricsFile, Recorder, measure_matmul_peak, sources_read
 from trainer.objectives import build_objective
 from trainer.preemption import Preempted, StopRequest
 from trainer.progress import Progress
@@ -133,6 +133,7 @@ def build_trainer(
         vocab_size=tokenizer.vocab_size,
         causal=causal,
         checkpoint_layers=config.engine.activation_checkpointing,
+        compile_layers=config.engine.compile,
         max_targets=max(1, config.engine.logits_mib * 2**20 // (4 * tokenizer.vocab_size)),
     )
     if saved is None:
@@ -178,6 +179,7 @@ def build_trainer(
             device=engine.device,
             flops=partial(training_flops, config.model, tokenizer.vocab_size, causal=causal),
             peak_flops=measure_matmul_peak(engine.device, DTYPES[config.engine.precision]),
+            sources=partial(sources_read, prepared.train, config.run.seed, config.data.lanes),
         ),
         progress=progress,
         stop=stop,

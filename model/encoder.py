@@ -10,6 +10,10 @@ Notable:
 Shapes: T tokens of the pack, C hidden size, S selected tokens.
 """
 
+from collections.abc import Callable
+from functools import cache
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -36,13 +40,16 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward, each added to its input and normalised after (post-LN)."""
 
-    def __init__(self, config: ModelConfig, *, causal: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, *, causal: bool, compile_tokenwise: bool = False
+    ) -> None:
         super().__init__()
         self.attention = SelfAttention(config, causal=causal)
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.feed_forward = FeedForward(config)
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
+        self.compile_tokenwise = compile_tokenwise
 
     def forward(
         self,
@@ -54,8 +61,34 @@ class Layer(nn.Module):
         """Return the layer's output [T, C], or [S, C] of the selected tokens."""
         attended = self.attention(x_TC, rotate=rotate, pack=pack, select=select)
         x = x_TC if select is None else x_TC.index_select(0, select)
-        x = self.attention_norm(x + self.dropout(attended))
-        return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
+        return (tokenwise_compiled if self.compile_tokenwise else tokenwise)(self, x, attended)
+
+
+def tokenwise(layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
+    """Do what a layer does after its attention, to every token by itself."""
+    x = layer.attention_norm(x + layer.dropout(attended))
+    return layer.feed_forward_norm(x + layer.dropout(layer.feed_forward(x)))
+
+
+def tokenwise_compiled(layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
+    """Do the same by a graph that serves all layers, packs and stages.
+
+    Weights and the number of tokens are its inputs, but for 0 and 1, of which torch.compile would
+    make graphs of their own: they get rows that are dropped again. Going round the graph then would
+    be wrong, for one rank alone would do so, and ZeRO 2 sums gradients over ranks in the order in
+    which they come. Attention stays outside, for its calls follow the lengths of the pieces.
+    """
+    missing = max(0, 2 - len(x))
+    if missing:
+        x, attended = (F.pad(rows, (0, 0, 0, missing)) for rows in (x, attended))
+    out = _graph()(layer, x, attended)
+    return out[: len(out) - missing] if missing else out
+
+
+@cache
+def _graph() -> Callable[[Layer, Tensor, Tensor], Tensor]:
+    # with the fallback, dropout draws what it draws without a graph
+    return torch.compile(tokenwise, dynamic=True, options={"fallback_random": True})
 
 
 class Embeddings(nn.Module):
@@ -89,16 +122,21 @@ class RoFormer(nn.Module):
         vocab_size: int,
         causal: bool = False,
         checkpoint_layers: bool = False,
+        compile_layers: bool = False,
     ) -> None:
         """Build it with torch's own initial values; see `model.initialize` for the paper's.
 
         causal: tokens see only those before them. checkpoint_layers: keep only the layers' inputs
-        for the backward pass and compute the rest again.
+        for the backward pass and compute the rest again. compile_layers: fuse, by torch.compile,
+        what each layer does after its attention.
         """
         super().__init__()
         self.config = config
         self.embeddings = Embeddings(config, vocab_size=vocab_size)
-        self.layers = nn.ModuleList(Layer(config, causal=causal) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Layer(config, causal=causal, compile_tokenwise=compile_layers)
+            for _ in range(config.num_layers)
+        )
         self.checkpoint_layers = checkpoint_layers
 
     def forward(

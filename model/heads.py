@@ -48,13 +48,18 @@ class LanguageModel(nn.Module):
         vocab_size: int,
         causal: bool = False,
         checkpoint_layers: bool = False,
+        compile_layers: bool = False,
         max_targets: int | None = None,
     ) -> None:
-        """Build it; max_targets: rows of logits in hand at a time, all by default."""
+        """Build it as the encoder; max_targets: rows of logits in hand at a time (default: all)."""
         super().__init__()
         self.config = config
         self.encoder = RoFormer(
-            config, vocab_size=vocab_size, causal=causal, checkpoint_layers=checkpoint_layers
+            config,
+            vocab_size=vocab_size,
+            causal=causal,
+            checkpoint_layers=checkpoint_layers,
+            compile_layers=compile_layers,
         )
         self.head = LanguageModelHead(config, vocab_size=vocab_size, max_targets=max_targets)
 

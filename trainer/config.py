@@ -59,6 +59,8 @@ class StageConfig(Section):
     """Peak learning rate within this stage; null keeps `optimizer.lr`."""
     mask_rate: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Overrides `objective.mask_rate` within this stage."""
+    mixture: dict[str, NonNegativeFloat] | None = None
+    """Weights of the sources in `data.train` by name, others 0; null keeps theirs."""
 
 
 class CurriculumConfig(Section):
@@ -251,6 +253,8 @@ class EngineConfig(Section):
     """Where the optimizer's state lives: on the device, or in host memory (ZeRO 1 to 3)."""
     activation_checkpointing: bool = False
     """Recompute layers in the backward pass instead of keeping their activations."""
+    compile: bool = False
+    """Fuse what a layer does after attention by torch.compile (a C++ compiler, or Triton)."""
     logits_mib: PositiveInt = 512
     """Largest fp32 logits in hand at a time; more targets are taken in parts."""
     timeout_s: PositiveInt = 600

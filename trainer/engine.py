@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from model.encoder import Layer
 from trainer.config import EngineConfig, OptimizerConfig
 from trainer.distributed import World, device_of, free_port
 
@@ -38,6 +39,7 @@ with warnings.catch_warnings():
         safe_set_full_optimizer_state,
         safe_set_local_fp32_param,
         safe_set_local_optimizer_state,
+        set_z3_leaf_modules,
     )
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -125,8 +127,18 @@ class Engine:
         config = deepspeed_config(
             engine, optimizer, accumulation=max_accumulation, world=world.size
         )
+        if engine.zero_stage == 3:
+            # A layer's parameters come and go together: fewer, larger collectives, and no hooks
+            # within what torch.compile makes of a layer.
+            set_z3_leaf_modules(module, [Layer], raise_if_not_found=False)
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=adamw, config=config)
         self._accumulation = max_accumulation
+
+    @property
+    def module(self) -> nn.Module:
+        """The module itself."""
+        module: nn.Module = self._engine.module
+        return module
 
     # -- training ------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ The formula piece by piece moves 20U forward, 40U where bf16 is promoted by the 
 Shapes: T tokens, H heads, D features of a head, R <= D/2 turned pairs, P positions of a table.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -93,7 +94,7 @@ def rotate_(
         q, k = qk.unbind(1)
         triton.turn((q, k), (q, k), positions_T, turns_PR2, halves=halves, backward=backward)
     else:
-        _turn_(qk, _rows(positions_T, turns_PR2), halves=halves, backward=backward)
+        _turn(qk, qk, _rows(positions_T, turns_PR2), halves=halves, backward=backward)
 
 
 @torch.library.custom_op("roformer::rotate_gather", mutates_args=())
@@ -106,21 +107,16 @@ def rotate_gather(
     halves: bool,
 ) -> Tensor:
     """Return the gradient of the packed projection [T, 3, H, D] from those of q, k and v."""
-    if triton := _triton(dq_THD.device.type):
-        num_tokens, *rest = dq_THD.shape
-        dqkv_T3HD = dq_THD.new_empty(num_tokens, 3, *rest)
-        triton.turn(
-            (dq_THD, dk_THD, dv_THD),
-            dqkv_T3HD.unbind(1),
-            positions_T,
-            turns_PR2,
-            halves=halves,
-            backward=True,
-        )
-    else:
-        dqkv_T3HD = torch.stack([dq_THD, dk_THD, dv_THD], dim=1)
-        rows = _rows(positions_T, turns_PR2)
-        _turn_(dqkv_T3HD[:, :2], rows, halves=halves, backward=True)
+    num_tokens, *rest = dq_THD.shape
+    dqkv_T3HD = dq_THD.new_empty(num_tokens, 3, *rest)
+    _turn_qkv(
+        (dq_THD, dk_THD, dv_THD),
+        dqkv_T3HD.unbind(1),
+        positions_T,
+        turns_PR2,
+        halves=halves,
+        backward=True,
+    )
     return dqkv_T3HD
 
 
@@ -132,16 +128,7 @@ def rotate_split(
     q, k, v = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in qkv_T3HD.unbind(1)
     )
-    if triton := _triton(qkv_T3HD.device.type):
-        triton.turn(
-            qkv_T3HD.unbind(1), (q, k, v), positions_T, turns_PR2, halves=halves, backward=False
-        )
-    else:
-        rows = _rows(positions_T, turns_PR2)
-        for out, x in zip((q, k, v), qkv_T3HD.unbind(1), strict=True):
-            out.copy_(x)
-        for x in (q, k):
-            _turn_(x.unsqueeze(1), rows, halves=halves, backward=False)
+    _turn_qkv(qkv_T3HD.unbind(1), (q, k, v), positions_T, turns_PR2, halves=halves, backward=False)
     return q, k, v
 
 
@@ -208,24 +195,60 @@ def _rows(positions_T: Tensor | None, turns_PR2: Tensor) -> Tensor:
     return turns_PR2 if positions_T is None else turns_PR2[positions_T]
 
 
-def _turn_(x_TNHD: Tensor, turns_TR2: Tensor, *, halves: bool, backward: bool) -> None:
-    """Turn the pairs of x in place: eq. 34, or its inverse on the way back."""
-    x = x_TNHD[..., : 2 * turns_TR2.shape[1]]
-    wide = x.to(torch.promote_types(x.dtype, turns_TR2.dtype))  # x itself if it is wide already
+def _turn_qkv(
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    positions_T: Tensor | None,
+    turns_PR2: Tensor,
+    *,
+    halves: bool,
+    backward: bool,
+) -> None:
+    """Write turned q and k, and v as it is, into targets [T, H, D] of one layout."""
+    if triton := _triton(targets[0].device.type):
+        triton.turn(sources, targets, positions_T, turns_PR2, halves=halves, backward=backward)
+        return
+    rows = _rows(positions_T, turns_PR2)
+    for source, target in zip(sources[:2], targets[:2], strict=True):
+        _turn(source[:, None], target[:, None], rows, halves=halves, backward=backward)
+    targets[2].copy_(sources[2])
+
+
+def _turn(
+    source_TNHD: Tensor, target_TNHD: Tensor, turns_TR2: Tensor, *, halves: bool, backward: bool
+) -> None:
+    """Write source with its pairs turned: eq. 34, or its inverse on the way back.
+
+    The target may be the source itself.
+    """
+    size = 2 * turns_TR2.shape[1]
+    source, target = source_TNHD[..., :size], target_TNHD[..., :size]
+    wide = source.to(torch.promote_types(source.dtype, turns_TR2.dtype))  # itself if it is wide
     if halves:
         cos, sin = turns_TR2[:, None, None].unbind(-1)
         a, b = wide.chunk(2, dim=-1)
         step = -1.0 if backward else 1.0
-        turned = (a * cos).addcmul_(b, sin, value=-step)
-        b.mul_(cos).addcmul_(a, sin, value=step)
-        a.copy_(turned)
+        turned = (a * cos).addcmul_(b, sin, value=-step), (b * cos).addcmul_(a, sin, value=step)
+        for half, part in zip(target.chunk(2, dim=-1), turned, strict=True):
+            half.copy_(part)
     else:
         turns = torch.view_as_complex(turns_TR2)[:, None, None]
         if backward:  # conj() only sets a flag, which is lost inside of an operator in a graph
             turns = turns.conj_physical()
-        torch.view_as_complex(wide.unflatten(-1, (-1, 2))).mul_(turns)
-    if wide is not x:
-        x.copy_(wide)
+        if wide.dtype == target.dtype:
+            torch.mul(_pairs(wide), turns, out=torch.view_as_complex(target.unflatten(-1, (-1, 2))))
+        else:
+            target.copy_(torch.view_as_real(_pairs(wide).mul_(turns)).flatten(-2))
+    if target_TNHD is not source_TNHD and size < source_TNHD.shape[-1]:
+        target_TNHD[..., size:].copy_(source_TNHD[..., size:])
+
+
+def _pairs(x: Tensor) -> Tensor:
+    """Return neighbours as complex numbers: a view, or a copy where that cannot be."""
+    x = x.unflatten(-1, (-1, 2))
+    if x.stride(-1) != 1 or any(stride % 2 for stride in (*x.stride()[:-1], x.storage_offset())):
+        x = x.contiguous()  # gradients may come expanded, or cut at odd places
+    return torch.view_as_complex(x)
 
 
 @cache

@@ -4,6 +4,7 @@ Rows have very unequal numbers of targets, one rank has none at all in one step,
 clipped, so that a mean of means, a lost factor or a local norm shows.
 """
 
+import shutil
 from typing import Any
 
 import pytest
@@ -141,11 +142,14 @@ def run_grid() -> dict:
     for stage in (1, 2, 3):
         engine = build_engine(stage, offload="optimizer")
         curves[f"{stage} with offload", 2] = train(engine, 2, range(STEPS))
-    for stage in (0, 3):
+    for stage in (0, 2, 3):
         engine = build_engine(stage, checkpoint_layers=True, max_targets=3)
         curves[f"{stage} with checkpointing and logits in parts", 2] = train(
             engine, 2, range(STEPS)
         )
+    for stage in (0, 1, 2, 3) if shutil.which("g++") else ():
+        engine = build_engine(stage, compile_layers=True, checkpoint_layers=stage > 1)
+        curves[f"{stage} compiled", 2] = train(engine, 2, range(STEPS))
     curves["naive"] = train(build_engine(2), 2, range(STEPS), naive=True)
     return curves
 

@@ -17,6 +17,10 @@ from trainer.config import EngineConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER = CONFIGS / "paper/chinese.yaml"
+ONE_STAGE = (
+    "curriculum.stages=[{name: only, seq_len: 1536, global_batch: 256, steps: 100}]",
+    "schedule.warmup=10",
+)
 
 
 def printed(*arguments: str) -> tuple[int, str]:
@@ -168,7 +172,7 @@ def test_slower_networks_make_slower_steps():
     ],
 )
 def test_smallest_change_that_fits(capacity_gib, world, change):
-    config = load(PAPER, ["engine.zero_stage=0", "engine.precision=bf16"])
+    config = load(PAPER, [*ONE_STAGE, "engine.zero_stage=0", "engine.precision=bf16"])
     found = smallest_change(
         config, world=world, vocab_size=50_000, kind="gpu", capacity=capacity_gib * 2**30
     )
@@ -179,7 +183,7 @@ def test_smallest_change_that_fits(capacity_gib, world, change):
 
 
 def test_nothing_fits_where_the_weights_do_not():
-    config = load(PAPER)
+    config = load(PAPER, ONE_STAGE)
     assert smallest_change(config, world=1, vocab_size=50_000, kind="gpu", capacity=2e8) is None
 
 
@@ -201,10 +205,10 @@ def test_a_plan_for_machines_that_are_not_at_hand():
 
 
 def test_a_plan_that_does_not_fit_says_the_smallest_change():
-    full = ("engine.precision=fp32", "engine.device_tokens=98304")
+    full = (*ONE_STAGE, "engine.precision=fp32", "engine.device_tokens=98304")
     code, text = printed(str(PAPER), "--ranks", "1", "--device", "v100", *full)
     assert code == 2
-    assert "not ready: memory: stage 2 takes" in text
+    assert "not ready: memory: stage only takes" in text
     assert "most of it activations" in text
     assert "engine.device_tokens=24576 does" in text
 

@@ -32,6 +32,7 @@ def small_model(
     seed: int = 0,
     causal: bool = False,
     checkpoint_layers: bool = False,
+    compile_layers: bool = False,
     dtype: torch.dtype = torch.float64,
     **changes: Any,
 ) -> LanguageModel:
@@ -40,6 +41,7 @@ def small_model(
         vocab_size=VOCAB,
         causal=causal,
         checkpoint_layers=checkpoint_layers,
+        compile_layers=compile_layers,
     )
     scatter_weights(model, seed)
     return model.to(dtype)

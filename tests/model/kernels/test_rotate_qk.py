@@ -112,12 +112,28 @@ def test_works_where_the_projection_wrote() -> None:
     assert torch.equal(qkv[:, 2], before[:, 2])
 
 
-def test_gradients_are_left_as_they_came() -> None:
-    positions, turns = positions_of(9), turns_of(8)
-    gradients = [pack((9, 2, 8), torch.float32, seed) for seed in range(3)]
-    before = [x.clone() for x in gradients]
-    rotate_gather(*gradients, positions, turns, False)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, before, strict=True))
+@pytest.mark.parametrize("size", [8, 6])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@LAYOUT
+def test_gradients_are_left_as_they_came_however_they_lie(
+    halves: bool, dtype: str, size: int
+) -> None:
+    positions, turns = positions_of(9), turns_of(size)
+    wider = pack((3, 9, 2, 9), DTYPES[dtype])
+    layouts = {
+        "plain": wider[..., :8].contiguous(),
+        "odd strides": wider[..., :8],
+        "odd offset": wider[..., 1:],
+        "transposed": wider[..., :8].transpose(1, 2).contiguous().transpose(1, 2),
+        "features last": wider[..., :8].transpose(1, 3).contiguous().transpose(1, 3),
+        "one number": wider[:, :1, :1, :1].expand(3, 9, 2, 8),
+    }
+    for name, gradients in layouts.items():
+        before = gradients.clone()
+        packed = rotate_gather(*gradients, positions, turns, halves)
+        expected = exact_packed(before.transpose(0, 1), -positions, size, halves=halves)
+        assert error(packed, expected) <= LIMITS[dtype], name
+        assert torch.equal(gradients, before), name
 
 
 def test_whoever_still_needs_the_input_is_told() -> None:
@@ -225,12 +241,12 @@ def test_checkpointed_attention_is_the_same(
     layer, forward = attention()
     expected = everything(layer, forward)
     runs = []
-    original = rotary._turn_
+    original = rotary._turn
     monkeypatch.setattr(
-        rotary, "_turn_", lambda *x, **how: (runs.append(how["backward"]), original(*x, **how))
+        rotary, "_turn", lambda *x, **how: (runs.append(how["backward"]), original(*x, **how))
     )
     inner = torch.compile(forward, fullgraph=True, backend="aot_eager") if compiled else forward
     results = everything(layer, lambda x: checkpoint(inner, x, use_reentrant=False))
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
-    once = [False] * (2 if compiled else 1)  # split turns q and k one after the other
-    assert runs == [*once, *once, True]
+    once = [False] * (2 if compiled else 1)  # in place q and k are one tensor
+    assert runs == [*once, *once, True, True]
