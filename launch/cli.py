@@ -79,6 +79,12 @@ def _doctor(arguments: argparse.Namespace, console: Console) -> int:
     return doctor(arguments, console)
 
 
+def _dashboard(arguments: argparse.Namespace, console: Console) -> int:
+    from launch.dashboard import dashboard
+
+    return dashboard(arguments, console)
+
+
 def _report(arguments: argparse.Namespace, console: Console) -> int:
     from launch.compare import report
 
@@ -226,6 +232,25 @@ def build_parser() -> argparse.ArgumentParser:
         "folders", type=Path, nargs="+", metavar="RUN", help="a study's folder, or those of runs"
     )
     command.set_defaults(run=_report)
+    command = commands.add_parser(
+        "dashboard",
+        help="open MLflow's pages on the curves of runs",
+        description="Start MLflow's server on the store of runs or of a study, and print the "
+        "address of the chart that compares them; Ctrl-C ends it.",
+    )
+    command.add_argument(
+        "folders", type=Path, nargs="+", metavar="RUN", help="a study's folder, or those of runs"
+    )
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    command.add_argument("--port", type=int, default=5000, help="its port (5000)")
+    command.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name by which browsers on other machines may call this one",
+    )
+    command.set_defaults(run=_dashboard)
     command = commands.add_parser("export", help="write a run's weights as a Hugging Face folder")
     command.add_argument("run_folder", type=Path, metavar="RUN")
     command.add_argument("folder", type=Path, metavar="FOLDER")

@@ -200,7 +200,8 @@ def recording(
         return
     config = prepared.config
     facts = fingerprints(prepared.tokenizer, prepared.train, prepared.eval)
-    folder = open_folder(config, {**facts, "world": world.size})
+    place = {"hosts": list(prepared.hosts), "slurm_job": os.environ.get("SLURM_JOB_ID")}
+    folder = open_folder(config, {**facts, "world": world.size, **place})
     lock = lock_folder(folder)
     tracker = Tracker(folder, config.tracking.mlflow)
     tracker.start()
