@@ -168,7 +168,7 @@ def test_slower_networks_make_slower_steps():
     [
         (12, 4, "engine.zero_stage=1"),
         (8, 1, "engine.device_tokens=8192"),
-        (4.0, 1, "engine.device_tokens=4096"),
+        (4.0, 1, "engine.device_tokens=2048"),
     ],
 )
 def test_smallest_change_that_fits(capacity_gib, world, change):
@@ -179,7 +179,7 @@ def test_smallest_change_that_fits(capacity_gib, world, change):
     assert found is not None
     words, plan = found
     assert plan.fullest.memory.device <= USABLE * capacity_gib * 2**30
-    assert words.startswith(change.partition("=")[0])
+    assert words == change
 
 
 def test_nothing_fits_where_the_weights_do_not():
