@@ -42,6 +42,8 @@ class Prepared:
     """How each stage's batch is cut on this world."""
     checkpoint: Path | None
     """Where the run goes on from, by sizes alone; None: it starts afresh."""
+    hosts: tuple[str, ...] = ()
+    """Where its ranks are, in rank order, each once."""
 
 
 def fingerprints(tokenizer: Tokenizer, train: Mixture, held_out: Shards | None) -> dict[str, Any]:
