@@ -259,8 +259,9 @@ def _read_span(span: Span) -> Iterator[Block]:
             number += 1 if place > span.start else 0
         while span.end is None or place < span.end:
             most = BLOCK_BYTES if span.end is None else min(BLOCK_BYTES, span.end - place)
-            lines = stream.readlines(most)
-            if not lines:
+            # Of lines that are as long as its hint, readlines takes one too many; 0 is no hint.
+            lines = stream.readlines(most - 1) if most > 1 else [stream.readline()]
+            if not any(lines):
                 return
             yield Block(span, tuple(lines), number, is_text=False)
             place, number = place + sum(map(len, lines)), number + len(lines)
@@ -285,10 +286,11 @@ def _parse_line(line: str, key: str, text_key: str) -> Document:
     if not isinstance(text, str):
         found = "no" if text_key not in record else f"a {type(text).__name__} as"
         raise ValueError(f"{found} {text_key!r}; set corpus.text_key to the text's key")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"lone surrogate at character {error.start}") from None
+    if "\\ud" in line or "\\uD" in line:  # only an escape can write half a character
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"lone surrogate at character {error.start}") from None
     return Document(str(record.get("key", record.get("id", key))), text)
 
 

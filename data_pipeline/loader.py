@@ -102,6 +102,7 @@ class _RankRows(IterableDataset):
                 lanes=self._num_lanes,
                 cursor=Cursor(*self._cursors.get(name, START)),
                 name=name,
+                packing=self._mixture.packing,
             )
         return lanes[name]
 

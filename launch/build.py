@@ -69,9 +69,14 @@ def build_tokenizer(config: Config, console: Console) -> int:
         "text": _fingerprint(config.corpus.train, config.corpus.text_key),
     }
     if model.exists():
-        note.check(model, made_from)
-        console.print(f"tokenizer: {model} is there and up to date")
+        if note.path.exists():
+            note.check(model, made_from)
+        load_tokenizer(settings)  # whole, and what the config says
+        state = "up to date" if note.path.exists() else "kept: it was not trained here"
+        console.print(f"tokenizer: {model} is there and {state}")
         return EXIT_OK
+    if settings.vocab_size is None:
+        raise ValueError("tokenizer.vocab_size is null; say how many pieces to train")
     errors: list[str] = []
     on_error = keep_in(errors) if config.corpus.on_error == "skip" else stop
     with spinner(console, f"tokenizer: training {settings.kind} of {settings.vocab_size:,}"):
@@ -127,7 +132,7 @@ def build_shards(
             }
             if (folder / INDEX_NAME).exists():
                 note.check(folder, made_from)
-                building.clear()  # where only this was left to do
+                building.place.clear()  # where only this was left to do
                 console.print(f"shards: {folder} is there and up to date")
                 continue
             with building.locked(shared=part is not None):

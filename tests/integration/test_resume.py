@@ -134,9 +134,10 @@ def test_a_resume_that_forgets_its_cursors_is_noticed(tiny_config):
         assert_same_curve(got, whole)
 
 
-def test_learning_rate_by_tokens(tiny_config):
+def test_learning_rate_by_tokens_of_padded_rows(tiny_config):
     by_tokens = ["schedule.unit=tokens", "schedule.kind=linear", "schedule.warmup=600"]
-    records = run(tiny_config, "by-tokens", 1, *by_tokens)
+    records = run(tiny_config, "by-tokens", 1, *by_tokens, "data.packing=padded")
+    assert records[TOTAL_STEPS]["train/loss"] < records[1]["train/loss"]
     total = records[TOTAL_STEPS]["tokens"]
     for record in records.values():
         t = record["tokens"]
