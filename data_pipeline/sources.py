@@ -217,10 +217,12 @@ def _file_chunks(path: str) -> Generator[bytes, None, None]:
 
 
 def _pipe_chunks(url: str, patience: Patience) -> Generator[bytes, None, None]:
-    """Yield what a command writes; every part of its last pipeline must end with status 0."""
+    """Yield what a command writes; every part of each of its pipelines must end with status 0."""
     read_end, write_end = os.pipe()
     said = tempfile.TemporaryFile()
-    script = f'set -o pipefail\n{url[len(PIPE) :]}\necho "${{PIPESTATUS[@]}}" >&{write_end}'
+    script = (
+        f"set -eo pipefail\ntrap 'echo ${{PIPESTATUS[@]}} >&{write_end}' EXIT\n{url[len(PIPE) :]}"
+    )
     process = subprocess.Popen(
         ["bash", "-c", script],
         stdin=subprocess.DEVNULL,
@@ -248,8 +250,10 @@ def _pipe_chunks(url: str, patience: Patience) -> Generator[bytes, None, None]:
             code = process.wait(patience.read_s)
         except subprocess.TimeoutExpired:
             raise SourceError(f"{redacted(url)}: byte {place}: does not end") from None
-        statuses = os.read(read_end, 1000).decode().split() or [str(code)]
-        if any(status != "0" for status in statuses):
+        if code:
+            statuses = _told(read_end) or ["0"]
+            if not any(int(status) for status in statuses):  # it ended itself
+                statuses = [str(code)]
             said.seek(0)
             lines = said.read(1 << 16).decode(errors="replace").split("\n")
             reason = next((f": {_secretless(line)}" for line in lines if line.strip()), "")
@@ -264,6 +268,14 @@ def _pipe_chunks(url: str, patience: Patience) -> Generator[bytes, None, None]:
         process.stdout.close()
         os.close(read_end)
         said.close()
+
+
+def _told(read_end: int) -> list[str]:
+    """Return what the shell has written on its statuses, if it could."""
+    os.set_blocking(read_end, False)  # what it started may live on, and hold the other end
+    with suppress(BlockingIOError):
+        return os.read(read_end, 1000).decode().split()
+    return []
 
 
 # -- http ----------------------------------------------------------------------------------------

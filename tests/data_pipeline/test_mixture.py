@@ -98,8 +98,9 @@ def test_a_mixture_goes_on_exactly_on_any_ranks(index: ShardIndex) -> None:
         [0, 27, 13], abs=1
     )
     assert set(sources[80:]) == {0}
-    orders = [[e.digest for e in whole if e.lane // 4 == source][:8] for source in range(3)]
-    assert len(set(map(tuple, orders))) == 3
+    firsts = {example.lane: example.digest for example in reversed(whole)}
+    alike = [digest == firsts.get(lane + 4) for lane, digest in firsts.items()]
+    assert sum(alike) < 3  # of 8 lanes' first rows, by chance
 
 
 def test_a_source_out_of_the_mixture_is_never_opened(

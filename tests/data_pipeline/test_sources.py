@@ -109,6 +109,7 @@ def test_a_source_tells_its_size_and_version(server: Server, tmp_path: Path) -> 
 def test_a_command_is_read_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(CONTENT)
     assert read(f"pipe:cat {tmp_path}/a.tar | cat") == CONTENT
+    assert read(f"pipe:if false; then exit 3; fi; cat {tmp_path}/a.tar") == CONTENT
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,9 @@ def test_a_command_is_read_to_its_end(tmp_path: Path) -> None:
         ("echo x; exit 7", "7"),
         ("yes | head -c 5", "141 | 0"),  # what was cut off is no success
         ("kill -9 $$", "-9"),
+        ("false | true && echo x", "1 | 0"),  # not only of the last pipeline
+        ("false | true; echo x", "1 | 0"),
+        ("x=$(false | true); echo x", "1"),
     ],
 )
 def test_the_status_of_every_part_of_a_command_counts(command: str, statuses: str) -> None:
