@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ROFORMER := $(BIN)/roformer
 
-.PHONY: install demo demo-clean lint test golden
+.PHONY: install demo demo-clean lint test test-clusters golden
 
 install: $(VENV)/.installed
 
@@ -35,6 +35,11 @@ lint: install
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-# write the resolved configs anew, after a wanted change of a default
+# the long form of what is proven on a real Slurm and over ssh: slurm-wlm, munge, pdsh, openssh-server
+test-clusters: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests/integration
+
+# write the resolved configs and the example scripts anew, after a wanted change of a default
 golden: install
 	$(BIN)/python -m tests.configs.golden
+	$(BIN)/python -m tests.launch.examples

@@ -44,17 +44,16 @@ def lengths_fit_device(
 
 def batches_divide(curriculum: CurriculumConfig, launch: LaunchConfig) -> Problems:
     """Every rank takes the same number of rows."""
-    world = launch.num_processes
-    if world == "auto":
+    if launch.num_processes == "auto":
         return
+    world = launch.num_processes * launch.nodes
     for number, stage in enumerate(curriculum.stages):
         if stage.global_batch % world:
             lower = stage.global_batch // world * world
             choices = " or ".join(str(n) for n in (lower, lower + world) if n > 0)
             yield (
                 f"curriculum.stages.{number}.global_batch",
-                f"{stage.global_batch} rows don't divide over launch.num_processes={world}; "
-                f"take {choices}",
+                f"{stage.global_batch} rows don't divide over {_ranks(launch)}; take {choices}",
             )
 
 
@@ -62,13 +61,33 @@ def lanes_divide(data: DataConfig, launch: LaunchConfig) -> Problems:
     """Every loader worker of every rank owns the same number of lanes."""
     if launch.num_processes == "auto":
         return
-    readers = launch.num_processes * max(data.workers, 1)
+    world = launch.num_processes * launch.nodes
+    readers = world * max(data.workers, 1)
     if data.lanes % readers:
         yield (
             "data.lanes",
-            f"{data.lanes} lanes don't divide over {launch.num_processes} ranks x "
+            f"{data.lanes} lanes don't divide over {world} ranks x "
             f"{max(data.workers, 1)} loader workers; take a multiple of {readers}",
         )
+
+
+def mixtures_name_sources(curriculum: CurriculumConfig, data: DataConfig) -> Problems:
+    """A stage can weigh only what `data.train` lists, and must leave something."""
+    names = [source.name for source in data.sources if source.name]
+    for number, stage in enumerate(curriculum.stages):
+        key = f"curriculum.stages.{number}.mixture"
+        for name in stage.mixture or {}:
+            if name not in names:
+                known = ", ".join(names) or "none, for it is a single source"
+                yield key, f"{name!r} is no source of data.train, whose names are: {known}"
+        if stage.mixture is not None and not any(stage.mixture.values()):
+            yield key, "gives no source a weight above 0"
+
+
+def _ranks(launch: LaunchConfig) -> str:
+    """Name the keys that make the number of ranks."""
+    per_machine = f"launch.num_processes={launch.num_processes}"
+    return f"launch.nodes={launch.nodes} x {per_machine}" if launch.nodes > 1 else per_machine
 
 
 def schedule_fits(schedule: ScheduleConfig, curriculum: CurriculumConfig) -> Problems:
@@ -104,6 +123,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     lengths_fit_device,
     batches_divide,
     lanes_divide,
+    mixtures_name_sources,
 )
 """Each problem of theirs rests on the keys that it names."""
 

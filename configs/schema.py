@@ -1,5 +1,6 @@
 """The whole configuration: one section a field, each beside the package that it configures."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -33,11 +34,109 @@ class RunConfig(Section):
     """Log a hash of every global batch (`data/hash`), and every step with it."""
 
 
+Word = Annotated[str, Field(pattern=r"^[^\s\x00-\x1f]+$")]
+"""Text without blanks, as it stands behind a `=` of sbatch's options."""
+Line = Annotated[str, Field(pattern=r"^[^\n\r\x00]+$")]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+SECRETS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_USERNAME")
+MARGIN_S = 60
+"""Slurm may send the signal so much earlier than asked."""
+
+
+class SlurmConfig(Section):
+    """What `roformer launch --slurm` asks Slurm for; null leaves it to the site."""
+
+    time: str | None = None
+    """Time limit of a slice, in Slurm's forms: minutes, hours:minutes:seconds, days-hours ..."""
+    partition: Word | None = None
+    account: Word | None = None
+    qos: Word | None = None
+    gpus_per_node: NonNegativeInt = 0
+    """0 asks for none."""
+    cpus_per_task: PositiveInt | None = None
+    mem: Word | None = None
+    """Memory a node, as `64G`; 0: all of it."""
+    signal_s: PositiveInt = 120
+    """So long before the time limit the ranks are asked to save; more than a save takes."""
+    max_requeues: NonNegativeInt = 100
+    """A job that was requeued so often ends, saved."""
+    array_limit: PositiveInt | None = None
+    """Elements of an array that run at once; null: all."""
+    options: list[Annotated[str, Field(pattern=r"^-[^\n\r\x00]+$")]] = Field(default_factory=list)
+    """Further options of sbatch, each as it stands behind `#SBATCH`."""
+    srun_options: list[Line] = Field(default_factory=list)
+    """Further arguments of srun, one an item: `--container-image=...`."""
+
+    @property
+    def time_s(self) -> int | None:
+        """The time limit in seconds; None where there is none.
+
+        Raises:
+            ValueError: If it is in none of Slurm's forms.
+        """
+        if self.time is None or self.time.upper() in ("UNLIMITED", "INFINITE", "-1"):
+            return None
+        form = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", self.time)
+        if form is None:
+            raise ValueError(self.time)
+        days, *rest = form.groups()
+        numbers = [int(number) for number in rest if number is not None]
+        # minutes, minutes:seconds, hours:minutes:seconds; behind days-: hours first
+        units = (3600, 60, 1) if days is not None or len(numbers) == 3 else (60, 1)
+        return int(days or 0) * 86400 + sum(
+            n * unit for n, unit in zip(numbers, units, strict=False)
+        )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """A slice must last until its signal, and a while before."""
+        try:
+            limit = self.time_s
+        except ValueError:
+            yield (
+                "time",
+                f"{self.time!r} is none of Slurm's forms: minutes, minutes:seconds, "
+                "hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds",
+            )
+            return
+        if limit is not None and limit <= self.signal_s + MARGIN_S:
+            yield (
+                "time",
+                f"{self.time} is {limit} s, and the signal comes up to {self.signal_s + MARGIN_S} "
+                "s before its end (launch.slurm.signal_s, and a minute that Slurm takes): no time "
+                "to train is left",
+            )
+
+
 class LaunchConfig(Section):
-    """How many processes train."""
+    """Where ranks run, and what each machine needs before it can run them."""
 
     num_processes: PositiveInt | Literal["auto"] = 1
-    """Ranks on this machine; never more than it has GPUs, where it has any. auto: every GPU."""
+    """Ranks on each machine; never more than it has GPUs, where it has any. auto: every GPU."""
+    nodes: PositiveInt = 1
+    """Machines of a Slurm job. Over 1, a start with any other number of ranks is refused."""
+    hostfile: Annotated[str, Field(min_length=1)] | None = None
+    """DeepSpeed's list of machines (`host slots=8`), for `roformer launch`."""
+    setup: list[Line] = Field(default_factory=list)
+    """Lines of bash that run on a machine before its ranks: `module load cuda/12.6`."""
+    container: list[Line] = Field(default_factory=list)
+    """Words that stand before python: [apptainer, exec, --nv, image.sif]."""
+    python: Line | None = None
+    """Its python; null: the one that runs `roformer launch`."""
+    environment: dict[Variable, Annotated[str, Field(pattern=r"^[^\x00]*$")]] = Field(
+        default_factory=dict
+    )
+    """Variables of every rank, exactly as they stand here."""
+    slurm: SlurmConfig = Field(default_factory=SlurmConfig)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """A config is copied into run folders and to MLflow: no place for secrets."""
+        for name in self.environment:
+            if name in SECRETS:
+                yield (
+                    f"environment.{name}",
+                    "is a secret, and a config goes into the run's folder; set it in your shell, "
+                    "from where sbatch and srun hand it on",
+                )
 
 
 ARM_SECTIONS = ("model", "optimizer", "schedule", "engine")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from data_pipeline.lanes import Cursor, Row
+from data_pipeline.reading import Fault
 
 IGNORED = -100  # the label of a token that is no target
 
@@ -35,6 +36,8 @@ class Example:
     """The lane's place after this row."""
     digest: int
     """63-bit hash of input ids, labels and positions."""
+    faults: tuple[Fault, ...] = ()
+    """What was left out on the way to this row."""
 
 
 def make_example(
@@ -58,6 +61,7 @@ def make_example(
         row.lane,
         row.cursor,
         digest,
+        row.faults,
     )
 
 
@@ -79,6 +83,8 @@ class Batch:
     """The place after the last row of each lane that has one here."""
     digests: tuple[int, ...]
     """Each row's, in order."""
+    faults: tuple[Fault, ...] = ()
+    """What was left out on the way to these rows."""
 
     @property
     def num_tokens(self) -> int:
@@ -119,6 +125,7 @@ def collate(examples: Sequence[Example]) -> Batch:
         targets=_join([example.targets for example in examples]),
         cursors={example.lane: example.cursor for example in examples},
         digests=tuple(example.digest for example in examples),
+        faults=tuple(chain.from_iterable(example.faults for example in examples)),
     )
 
 

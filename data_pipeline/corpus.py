@@ -1,8 +1,13 @@
 """Documents from text files: .txt (one a file) and .jsonl (one a line), plain or compressed.
 
 The order is that of the sources, and sorted by path within a folder or a pattern. A source that
-cannot be read to its end is an error that names the file and the line: nothing is left out in
-silence but blank documents.
+cannot be read to its end is an error that names the file and the line; `corpus.on_error: skip`
+goes on behind it, and counts. Only blank documents are left out otherwise, counted too.
+
+    files -> units of spans -> blocks of raw bytes -> documents
+
+Blocks are cheap to read, so one process reads for many that parse. A plain .jsonl can be cut into
+spans anywhere: a span holds the lines that begin in it.
 """
 
 import glob
@@ -12,17 +17,22 @@ import json
 import lzma
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO, cast
+from typing import BinaryIO, NoReturn, cast
 
 import zstandard
+
+from data_pipeline.compression import ZstdStream
 
 FORMATS = (".txt", ".jsonl")
 COMPRESSIONS = ("", ".gz", ".zst", ".xz")
 SUFFIXES = tuple(form + compression for form in FORMATS for compression in COMPRESSIONS)
 ACCEPTED = "a .txt or .jsonl file (also .gz, .zst, .xz)"
+
+
+BLOCK_BYTES = 1 << 18  # some 50 ms of tokenizing
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +42,39 @@ class Document:
     key: str
     text: str
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether it holds nothing but white space."""
+        return not self.text or self.text.isspace()
 
-def read_documents(sources: Sequence[str], text_key: str = "text") -> Iterator[Document]:
+
+OnError = Callable[[ValueError], None]
+"""What is done with a text that cannot be read; by returning it lets the next one come."""
+
+
+def stop(error: ValueError) -> NoReturn:
+    """Let nothing be left out."""
+    raise error
+
+
+def keep_in(errors: list[str]) -> OnError:
+    """Return what leaves out such a text, and puts the reason into `errors`."""
+
+    def keep(error: ValueError) -> None:
+        errors.append(str(error))
+
+    return keep
+
+
+def read_documents(
+    sources: Sequence[str], text_key: str = "text", on_error: OnError = stop
+) -> Iterator[Document]:
     """Yield every document of `sources` (files, folders, glob patterns) that is not blank."""
     for path in source_files(sources):
-        for document in _read_file(path, text_key):
-            if document.text and not document.text.isspace():
-                yield document
+        for block in read_blocks([Span(path)], on_error):
+            for document in block.documents(text_key, on_error):
+                if not document.is_blank:
+                    yield document
 
 
 def source_files(sources: Sequence[str]) -> list[str]:
@@ -91,44 +127,134 @@ def _checked(path: str) -> str:
     return path
 
 
-def _read_file(path: str, text_key: str) -> Iterator[Document]:
-    stem, extension = os.path.splitext(path.lower())
-    is_lines = (stem if extension in COMPRESSIONS else path.lower()).endswith(".jsonl")
-    with _open(path) as stream:
-        if is_lines:
-            for number, line in enumerate(stream, 1):
-                if not line.isspace():
-                    yield _parse_line(_decode(line, path, number), f"{path}:{number}", text_key)
-        else:
-            yield Document(path, _decode(stream.read(), path, 1))
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A file, or the lines of a plain .jsonl that begin at byte `start` or later, before `end`."""
+
+    path: str
+    start: int = 0
+    end: int | None = None
 
 
-def _parse_line(line: str, place: str, text_key: str) -> Document:
+def cut_into_units(files: Iterable[str], unit_bytes: int) -> list[tuple[Span, ...]]:
+    """Return the files' spans in order, in groups of about `unit_bytes` bytes.
+
+    Plain .jsonl files are cut to that size; a compressed file or a text stays whole.
+    """
+    units: list[tuple[Span, ...]] = []
+    group: list[Span] = []
+    free = unit_bytes
+    for path in files:
+        size = os.path.getsize(path)
+        if size > unit_bytes and path.lower().endswith(".jsonl"):
+            units += [tuple(group)] if group else []
+            starts = range(0, size, unit_bytes)
+            units += [(Span(path, start, min(start + unit_bytes, size)),) for start in starts]
+            group, free = [], unit_bytes
+            continue
+        group.append(Span(path))
+        free -= size
+        if free <= 0:
+            units.append(tuple(group))
+            group, free = [], unit_bytes
+    return units + ([tuple(group)] if group else [])
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes of a file that hold whole documents, still to be parsed."""
+
+    span: Span
+    lines: tuple[bytes, ...]
+    """Lines of a .jsonl; one item, the whole text, of any other file."""
+    first_line: int
+    """Number of the first one, counted from the span's start."""
+    is_text: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all lines."""
+        return sum(map(len, self.lines))
+
+    def documents(self, text_key: str, on_error: OnError = stop) -> Iterator[Document]:
+        """Parse the block; what is no document goes to `on_error` as a line for people."""
+        for number, line in enumerate(self.lines, self.first_line):
+            try:
+                text = line.decode("utf-8-sig")  # a byte order mark at the start is no text
+                if self.is_text:
+                    yield Document(self.span.path, text)
+                elif not text.isspace():
+                    yield _parse_line(text, f"{self.span.path}:{number}", text_key)
+            except UnicodeDecodeError as error:
+                number += line.count(b"\n", 0, error.start)
+                reason = f"not UTF-8: byte 0x{line[error.start]:02x}, {error.reason}"
+                on_error(ValueError(f"{self._place(number)}: {reason}"))
+            except ValueError as error:
+                on_error(ValueError(f"{self._place(number)}: {error}"))
+
+    def _place(self, number: int) -> str:
+        """Return path and line; lines before the span are counted only where one is at fault."""
+        with open(self.span.path, "rb") as file:
+            left = self.span.start
+            while left and (chunk := file.read(min(left, 1 << 20))):
+                number, left = number + chunk.count(b"\n"), left - len(chunk)
+        return f"{self.span.path}:{number}"
+
+
+def read_blocks(spans: Iterable[Span], on_error: OnError = stop) -> Iterator[Block]:
+    """Yield the content of `spans`, in blocks of BLOCK_BYTES or a whole line or text."""
+    for span in spans:
+        try:
+            yield from _read_span(span)
+        except ValueError as error:
+            on_error(error)
+
+
+def _read_span(span: Span) -> Iterator[Block]:
+    stem, extension = os.path.splitext(span.path.lower())
+    is_lines = (stem if extension in COMPRESSIONS else span.path.lower()).endswith(".jsonl")
+    with _open(span.path) as stream:
+        if not is_lines:
+            yield Block(span, (stream.read(),), 1, is_text=True)
+            return
+        place, number = span.start, 1
+        if place:  # a line that begins before it belongs to the span before
+            stream.seek(place - 1)
+            place += len(stream.readline()) - 1
+            number += 1 if place > span.start else 0
+        while span.end is None or place < span.end:
+            most = BLOCK_BYTES if span.end is None else min(BLOCK_BYTES, span.end - place)
+            lines = stream.readlines(most)
+            if not lines:
+                return
+            yield Block(span, tuple(lines), number, is_text=False)
+            place, number = place + sum(map(len, lines)), number + len(lines)
+
+
+def parse_line(line: str, place: str, text_key: str) -> Document:
+    """Return the document of a line of JSON; a ValueError says why it has none, and where."""
+    try:
+        return _parse_line(line, place, text_key)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
+def _parse_line(line: str, key: str, text_key: str) -> Document:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: not JSON: {error}") from None
+        raise ValueError(f"not JSON: {error}") from None
     if not isinstance(record, dict):
-        raise ValueError(f"{place}: a {type(record).__name__}, but each line must be an object")
+        raise ValueError(f"a {type(record).__name__}, but each line must be an object")
     text = record.get(text_key)
     if not isinstance(text, str):
         found = "no" if text_key not in record else f"a {type(text).__name__} as"
-        raise ValueError(f"{place}: {found} {text_key!r}; set corpus.text_key to the text's key")
+        raise ValueError(f"{found} {text_key!r}; set corpus.text_key to the text's key")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{place}: lone surrogate at character {error.start}") from None
-    return Document(str(record.get("key", record.get("id", place))), text)
-
-
-def _decode(data: bytes, path: str, line: int) -> str:
-    """Decode UTF-8 that starts at `line` of a file; a byte order mark at its start is no text."""
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line += data.count(b"\n", 0, error.start)
-        byte = data[error.start]
-        raise ValueError(f"{path}:{line}: not UTF-8: byte 0x{byte:02x}, {error.reason}") from None
+        raise ValueError(f"lone surrogate at character {error.start}") from None
+    return Document(str(record.get("key", record.get("id", key))), text)
 
 
 @contextmanager
@@ -144,43 +270,8 @@ def _open(path: str) -> Iterator[BinaryIO]:
             elif suffix == ".xz":
                 yield cast(BinaryIO, lzma.LZMAFile(raw))
             elif suffix == ".zst":
-                yield io.BufferedReader(_ZstdStream(raw), 1 << 20)
+                yield io.BufferedReader(ZstdStream(raw), 1 << 20)
             else:
                 yield raw
     except (gzip.BadGzipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError) as error:
         raise ValueError(f"{path}: damaged {suffix} file: {error}") from None
-
-
-class _ZstdStream(io.RawIOBase):
-    """Zstandard frames as a stream; unlike the library's reader, it notices a cut."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
-        self._rest = b""
-        self._in_frame = False
-        self._output = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: "memoryview") -> int:  # type: ignore[override]
-        while not self._output and self._fill():
-            pass
-        count = min(len(buffer), len(self._output))
-        buffer[:count] = self._output[:count]
-        self._output = self._output[count:]
-        return count
-
-    def _fill(self) -> bool:
-        """Decompress the next chunk; False at the end of the file."""
-        chunk = self._rest or self._raw.read(1 << 17)
-        if not chunk:
-            if self._in_frame:
-                raise EOFError("it ends within a frame")
-            return False
-        self._output = memoryview(self._frame.decompress(chunk))
-        self._rest, self._in_frame = self._frame.unused_data, not self._frame.eof
-        if self._frame.eof:
-            self._frame = zstandard.ZstdDecompressor().decompressobj()
-        return True

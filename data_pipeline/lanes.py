@@ -2,6 +2,7 @@
 
     epoch e     shards permuted by (seed, e), dealt to lanes by size        deal()
     shard s     documents permuted by (seed, e, s)
+                where shards are fewer than lanes, cut into parts, dealt like shards
     document    [CLS] ids [SEP]
     row         exactly seq_len tokens; a document that does not fit goes on in the next row
 
@@ -21,11 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_pipeline.index import ShardIndex, read_shard
+from data_pipeline.reading import Documents, Fault, Shards
 from data_pipeline.seeding import generator
-from data_pipeline.tokenizers import Specials
+from data_pipeline.specials import Specials
 
-NUM_WRAPPED = 2  # [CLS] and [SEP]
 EVAL_LANE = -1
 
 
@@ -34,9 +34,9 @@ class Cursor(NamedTuple):
 
     epoch: int
     shard: int
-    """Ordinal in the lane's list of shards of that epoch."""
+    """Ordinal in the lane's list of shards (or parts of them) of that epoch."""
     document: int
-    """Ordinal in the shard's permuted order of that epoch."""
+    """Ordinal in the permuted order of that epoch."""
     offset: int
     """Token within the wrapped document."""
 
@@ -57,27 +57,32 @@ class Row:
     """Place of the first token: the key of the row's masks."""
     cursor: Cursor
     """Place after the last token: what a checkpoint keeps."""
+    faults: tuple[Fault, ...] = ()
+    """What was left out since the lane's last row."""
 
 
 @lru_cache(maxsize=8)
-def deal(index: ShardIndex, seed: int, epoch: int, lanes: int) -> tuple[tuple[int, ...], ...]:
+def deal(shards: Shards, seed: int, epoch: int, lanes: int) -> tuple[tuple[int, ...], ...]:
     """Return each lane's shards of an epoch, in reading order.
 
     Shards are drawn by (seed, epoch); each goes to the lane that has the fewest tokens so far.
+    Where they are fewer than the lanes, each is cut into `num_parts`: item i is then part
+    i mod num_parts of shard i // num_parts.
     """
-    if len(index.shards) < lanes:
-        raise ValueError(
-            f"{index.folder} has {len(index.shards)} shards, fewer than data.lanes={lanes}: lower "
-            "data.lanes, or write the shards again"
-        )
+    parts = num_parts(shards, lanes)
+    sizes = shards.sizes
     dealt: list[list[int]] = [[] for _ in range(lanes)]
     heap = [(0, lane) for lane in range(lanes)]
-    for shard in generator(seed, epoch).permutation(len(index.shards)).tolist():
-        tokens, lane = heap[0]
-        dealt[lane].append(shard)
-        info = index.shards[shard]
-        heapq.heapreplace(heap, (tokens + info.tokens + NUM_WRAPPED * info.docs, lane))
+    for item in generator(seed, epoch).permutation(parts * len(sizes)).tolist():
+        size, lane = heap[0]
+        dealt[lane].append(item)
+        heapq.heapreplace(heap, (size + sizes[item // parts], lane))
     return tuple(map(tuple, dealt))
+
+
+def num_parts(shards: Shards, lanes: int) -> int:
+    """Return into how many parts each shard is cut, so that every lane has something to read."""
+    return -(-lanes // len(shards.sizes))
 
 
 class Lane:
@@ -87,48 +92,78 @@ class Lane:
     """
 
     def __init__(
-        self, index: ShardIndex, *, seed: int, lane: int, lanes: int, cursor: Cursor = START
+        self,
+        shards: Shards,
+        *,
+        seed: int,
+        lane: int,
+        lanes: int,
+        cursor: Cursor = START,
+        name: int | None = None,
     ) -> None:
+        """Open lane number `lane` of `lanes`; its rows say that they are of lane `name`."""
         self.cursor = cursor
-        self._index = index
+        self._name = lane if name is None else name
+        self._shards = shards
+        self._parts = num_parts(shards, lanes)
         self._seed = seed
         self._lane = lane
         self._lanes = lanes
-        self._visit = (-1, -1)  # the epoch and ordinal of the shard that is open
+        self._visit = (-1, -1)  # the epoch and ordinal of what is open
         self._shard = self._next_shard = -1
-        self._documents: list[np.ndarray] = []
+        self._documents = Documents(())
         self._order = np.zeros(0, dtype=np.int64)
+        self._empty: set[int] = set()  # shards that had no document when last read
+        self._faults: list[Fault] = []
         self._place = (-1, -1, -1)  # the document that `_wrapped` holds
         self._wrapped = np.zeros(0, dtype=np.int64)
         self._ahead: _ReadAhead | None = None
 
-    def next_row(self, seq_len: int) -> Row:
-        """Return the next `seq_len` tokens as a row."""
-        start = self.cursor
+    def fetch_ahead(self) -> None:
+        """Begin to bring near what the first row needs."""
+        self._shards.fetch_ahead(self._dealt(self.cursor.epoch)[self.cursor.shard] // self._parts)
+
+    def next_row(self, seq_len: int, *, last_epoch: int | None = None) -> Row:
+        """Return the next `seq_len` tokens as a row, or what is left until `last_epoch` ends.
+
+        Raises:
+            ValueError: If a shard is damaged and not to be skipped, or none holds a document.
+        """
         ids = np.empty(seq_len, dtype=np.int64)
-        lengths = []
-        filled = 0
-        while filled < seq_len:
+        start, lengths, filled = self.cursor, [], 0
+        while filled < seq_len and self._find_document(last_epoch):
+            if not filled:
+                start = self.cursor
             wrapped, offset = self._document(), self.cursor.offset
             length = min(seq_len - filled, len(wrapped) - offset)
             ids[filled : filled + length] = wrapped[offset : offset + length]
             filled += length
             lengths.append(length)
             self._advance(offset + length, len(wrapped))
-        return Row(ids, tuple(lengths), self._lane, start, self.cursor)
+        faults, self._faults = tuple(self._faults), []
+        return Row(ids[:filled], tuple(lengths), self._name, start, self.cursor, faults)
+
+    def _find_document(self, last_epoch: int | None) -> bool:
+        """Open what the cursor points to, or the next that has a document; False at the end."""
+        while last_epoch is None or self.cursor.epoch <= last_epoch:
+            epoch, ordinal, document, _ = self.cursor
+            if (epoch, ordinal) != self._visit:
+                self._open(epoch, ordinal)
+            if document < len(self._order):
+                return True
+            self.cursor = Cursor(*self._after(epoch, ordinal), 0, 0)
+        return False
 
     def _document(self) -> np.ndarray:
         """Return the wrapped document at the cursor."""
         place = self.cursor[:3]
         if place != self._place:
-            epoch, shard, document = place
-            if (epoch, shard) != self._visit:
-                self._open(epoch, shard)
-            self._wrapped = _wrap(self._documents[self._order[document]])
+            document = place[2]
+            self._wrapped = _wrap(self._documents.ids[self._order[document]], self._shards.specials)
             self._place = place
-            is_near_end = 4 * (document + 1) > 3 * len(self._documents)
+            is_near_end = 4 * (document + 1) > 3 * len(self._order)
             if is_near_end and self._ahead is None and self._next_shard != self._shard:
-                self._ahead = _ReadAhead(self._index, self._next_shard)
+                self._ahead = _ReadAhead(self._shards, self._next_shard)
         return self._wrapped
 
     def _advance(self, offset: int, length: int) -> None:
@@ -136,68 +171,83 @@ class Lane:
         epoch, shard, document, _ = self.cursor
         if offset == length:
             document, offset = document + 1, 0
-            if document == len(self._documents):
+            if document == len(self._order):
                 epoch, shard, document = *self._after(epoch, shard), 0
         self.cursor = Cursor(epoch, shard, document, offset)
 
     def _open(self, epoch: int, ordinal: int) -> None:
-        """Hold the documents of a shard in their order of that epoch."""
-        shard = self._shards(epoch)[ordinal]
+        """Hold the documents of a shard, or of a part of it, in their order of that epoch."""
+        shard, part = divmod(self._dealt(epoch)[ordinal], self._parts)
         if shard != self._shard:
             ahead, self._ahead = self._ahead, None
-            self._documents = []  # let these go before more come
-            self._documents = ahead.result() if ahead else read_shard(self._index, shard)
-        self._order = generator(self._seed, epoch, shard).permutation(len(self._documents))
+            self._documents = Documents(())  # let these go before more come
+            self._documents = ahead.result() if ahead else self._shards.read(shard)
+            self._note(shard)
+        if self._documents.fault:
+            self._faults.append(self._documents.fault)
+        order = generator(self._seed, epoch, shard).permutation(len(self._documents.ids))
+        self._order = order[part :: self._parts]
         next_epoch, next_ordinal = self._after(epoch, ordinal)
-        self._shard, self._next_shard = shard, self._shards(next_epoch)[next_ordinal]
+        self._shard, self._next_shard = shard, self._dealt(next_epoch)[next_ordinal] // self._parts
         self._visit = epoch, ordinal
+        if self._next_shard != shard:
+            self._shards.fetch_ahead(self._next_shard)
+
+    def _note(self, shard: int) -> None:
+        """Remember whether a shard is empty; where all are, there is nothing to go on with."""
+        if len(self._documents.ids):
+            self._empty.discard(shard)
+            return
+        self._empty.add(shard)
+        if len(self._empty) == len(self._shards.sizes):
+            fault = self._documents.fault
+            raise ValueError(
+                f"{self._shards.name} holds no document{f': {fault.reason}' if fault else ''}"
+            )
 
     def _after(self, epoch: int, ordinal: int) -> tuple[int, int]:
         """Return the epoch and ordinal of the lane's next shard."""
-        is_last = ordinal + 1 == len(self._shards(epoch))
+        is_last = ordinal + 1 == len(self._dealt(epoch))
         return (epoch + 1, 0) if is_last else (epoch, ordinal + 1)
 
-    def _shards(self, epoch: int) -> tuple[int, ...]:
-        return deal(self._index, self._seed, epoch, self._lanes)[self._lane]
+    def _dealt(self, epoch: int) -> tuple[int, ...]:
+        return deal(self._shards, self._seed, epoch, self._lanes)[self._lane]
 
 
-def _wrap(ids: np.ndarray) -> np.ndarray:
+def _wrap(ids: np.ndarray, specials: Specials) -> np.ndarray:
     """Return [CLS] ids [SEP], int64."""
-    wrapped = np.empty(len(ids) + NUM_WRAPPED, dtype=np.int64)
-    wrapped[0], wrapped[1:-1], wrapped[-1] = Specials.CLS, ids, Specials.SEP
+    wrapped = np.empty(len(ids) + 2, dtype=np.int64)
+    wrapped[0], wrapped[1:-1], wrapped[-1] = specials.cls, ids, specials.sep
     return wrapped
 
 
 class _ReadAhead:
     """A shard being read by a thread; `result` waits for it, or raises its error."""
 
-    def __init__(self, index: ShardIndex, shard: int) -> None:
-        self._documents: list[np.ndarray] = []
+    def __init__(self, shards: Shards, shard: int) -> None:
+        self._documents = Documents(())
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._read, args=(index, shard), daemon=True)
+        self._thread = threading.Thread(target=self._read, args=(shards, shard), daemon=True)
         self._thread.start()
 
-    def _read(self, index: ShardIndex, shard: int) -> None:
+    def _read(self, shards: Shards, shard: int) -> None:
         try:
-            self._documents = read_shard(index, shard)
+            self._documents = shards.read(shard)
         except Exception as error:
             self._error = error
 
-    def result(self) -> list[np.ndarray]:
+    def result(self) -> Documents:
         self._thread.join()
         if self._error is not None:
             raise self._error
         return self._documents
 
 
-def eval_rows(index: ShardIndex, *, seq_len: int) -> Iterator[Row]:
+def eval_rows(shards: Shards, *, seq_len: int) -> Iterator[Row]:
     """Yield every held-out document once, packed in one fixed order; the last row may be short.
 
     The rows are those of a single lane's first epoch, so their `start` can key masks likewise.
     """
-    lane = Lane(index, seed=0, lane=0, lanes=1)
-    remaining = index.tokens + NUM_WRAPPED * index.docs
-    while remaining:
-        row = lane.next_row(min(seq_len, remaining))
-        remaining -= len(row.ids)
+    lane = Lane(shards, seed=0, lane=0, lanes=1)
+    while len((row := lane.next_row(seq_len, last_epoch=0)).ids):
         yield replace(row, lane=EVAL_LANE)

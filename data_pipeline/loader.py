@@ -13,15 +13,16 @@ import atexit
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data_pipeline.batch import Example
-from data_pipeline.index import ShardIndex
-from data_pipeline.lanes import START, Cursor, Lane, Row, deal
+from data_pipeline.lanes import START, Cursor, Lane, Row
+from data_pipeline.mixture import Mixture, as_mixture, source_seed
+from data_pipeline.reading import Shards
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PREFETCHED_ROWS = 32  # per loader process; hides the reading of a shard
@@ -44,7 +45,7 @@ class _RankRows(IterableDataset):
 
     def __init__(
         self,
-        index: ShardIndex,
+        mixture: Mixture,
         seed: int,
         lanes: int,
         seq_len: int,
@@ -53,7 +54,7 @@ class _RankRows(IterableDataset):
         cursors: Mapping[int, Cursor],
         transform: Transform,
     ) -> None:
-        self._index = index
+        self._mixture = mixture
         self._seed = seed
         self._num_lanes = lanes
         self._seq_len = seq_len
@@ -65,23 +66,31 @@ class _RankRows(IterableDataset):
     def __iter__(self) -> Iterator[Example | _Failure]:
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        rows = count(self._first_row + worker * self._stride, num_workers * self._stride)
         lanes: dict[int, Lane] = {}
         try:
-            for row in count(self._first_row + worker * self._stride, num_workers * self._stride):
-                number = row % self._num_lanes
-                lane = lanes.get(number) or lanes.setdefault(number, self._open(number))
-                yield self._transform(lane.next_row(self._seq_len))
+            for row in islice(rows, self._num_lanes):  # what these read first, all at once
+                self._lane_of(row, lanes).fetch_ahead()
+            rows = count(self._first_row + worker * self._stride, num_workers * self._stride)
+            for row in rows:
+                yield self._transform(self._lane_of(row, lanes).next_row(self._seq_len))
         except (ValueError, OSError) as error:
             yield _Failure(error)
 
-    def _open(self, number: int) -> Lane:
-        return Lane(
-            self._index,
-            seed=self._seed,
-            lane=number,
-            lanes=self._num_lanes,
-            cursor=Cursor(*self._cursors.get(number, START)),
-        )
+    def _lane_of(self, row: int, lanes: dict[int, Lane]) -> Lane:
+        """Return the lane that gives a row: of as many as there are, one for each source."""
+        source, lane = self._mixture.source_of(row), row % self._num_lanes
+        name = source * self._num_lanes + lane
+        if name not in lanes:
+            lanes[name] = Lane(
+                self._mixture.sources[source],
+                seed=source_seed(self._seed, source),
+                lane=lane,
+                lanes=self._num_lanes,
+                cursor=Cursor(*self._cursors.get(name, START)),
+                name=name,
+            )
+        return lanes[name]
 
 
 class TrainStream(Iterator[Example]):
@@ -131,7 +140,7 @@ class TrainStream(Iterator[Example]):
 
 
 def open_stream(
-    index: ShardIndex,
+    data: Shards | Mixture,
     *,
     seed: int,
     lanes: int,
@@ -145,13 +154,13 @@ def open_stream(
 ) -> TrainStream:
     """Open the rows j >= `first_row` of the run with j mod `world` == `rank`, in order.
 
-    `cursors` says where each lane goes on; one that is not in it starts at its beginning.
+    `cursors` says where each lane goes on; one that is not in it starts at its beginning. Lane l of
+    source s has the number s x lanes + l there.
     `transform` makes a row an example, in the loader process. `workers` 0 loads in this process.
     """
     check_split(lanes, world, workers)
-    deal(index, seed, 0, lanes)  # refuses too few shards before any process starts
     first = first_row + (rank - first_row) % world
-    rows = _RankRows(index, seed, lanes, seq_len, first, world, cursors, transform)
+    rows = _RankRows(as_mixture(data), seed, lanes, seq_len, first, world, cursors, transform)
     return TrainStream(rows, workers)
 
 

@@ -5,7 +5,7 @@ T = tokens, N = targets.
 
 import numpy as np
 
-from data_pipeline.tokenizers import NUM_SPECIALS, Specials
+from data_pipeline.specials import STANDARD, Specials
 
 MASKED_SHARE = 0.8
 RANDOM_SHARE = 0.1  # the remaining tenth is kept as it is
@@ -20,6 +20,7 @@ def mask_tokens(
     rate: float,
     vocab_size: int,
     whole_word: bool = True,
+    specials: Specials = STANDARD,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (input ids [T] with masks, target positions [N], ascending).
 
@@ -28,7 +29,7 @@ def mask_tokens(
     becomes [MASK], any other id that is not special, or stays. Special ids are never chosen. A
     piece's first token starts a word. Without `whole_word` every token is a word.
     """
-    is_special = ids < NUM_SPECIALS
+    is_special = specials.among(ids)
     if whole_word:
         starts = word_starts | is_special
         starts[1:] |= is_special[:-1]
@@ -40,7 +41,7 @@ def mask_tokens(
     targets = np.flatnonzero(is_chosen & ~is_special)
     outcome = rng.random(len(targets))
     masked = ids.copy()
-    masked[targets[outcome < MASKED_SHARE]] = Specials.MASK
+    masked[targets[outcome < MASKED_SHARE]] = specials.mask
     replaced = targets[(outcome >= MASKED_SHARE) & (outcome < MASKED_SHARE + RANDOM_SHARE)]
-    masked[replaced] = rng.integers(NUM_SPECIALS, vocab_size, len(replaced))
+    masked[replaced] = specials.skip(rng.integers(vocab_size - len(specials), size=len(replaced)))
     return masked, targets

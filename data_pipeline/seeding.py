@@ -2,9 +2,10 @@
 
 Keys of different lengths never meet, so the length of a key names its use:
 
-    (seed,)                                            documents over shards
+    (seed,)                                            documents of a bucket over shards
     (seed, epoch)                                      shards over lanes
     (seed, epoch, shard)                               documents within a shard
+    (seed, unit, piece, 0, 0)                          documents of a piece over buckets
     (seed, lane, epoch, shard, document, offset)       masks of the row that starts there
 """
 

@@ -1,42 +1,318 @@
-"""Documents to shards: tokenized by several processes, shuffled by seed, written as tars.
+"""From a corpus to a folder of shards, by any number of processes and machines, in three steps.
 
-The result depends on the documents, the tokenizer, the seed and the sizes asked for, and on
-nothing else: not on the number of processes, the machine or the clock. Ids wait in a spool file
-until the last document is known, so memory holds a few numbers a document, whatever its length.
+    tokenize   units of the corpus -> pieces     any part of the units, anywhere
+    write      buckets of pieces -> shards       once all units are there; any part of the buckets
+    publish    shards and index appear           once all buckets are there
+
+What a step has done lies in `FOLDER.building`, each file named by a hash of everything that it is
+made from: whoever was killed, at whatever moment, is followed by someone who does the rest. The
+shards depend on the corpus, the tokenizer, the seed and the sizes asked for, and on nothing else:
+not on parts, processes, restarts, the machine or the clock.
 """
 
-import heapq
+import fcntl
 import json
 import os
 import shutil
-import signal
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from hashlib import file_digest
+from dataclasses import asdict, dataclass
+from functools import partial
+from hashlib import sha256
+from itertools import accumulate
 from math import ceil
 from multiprocessing import get_context
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
-import webdataset
 
-from data_pipeline.corpus import Document
+from data_pipeline.buckets import Entry, Piece, count_shards, write_bucket
+from data_pipeline.census import Census
+from data_pipeline.corpus import Document, Span, cut_into_units, read_blocks
 from data_pipeline.index import INDEX_NAME, ShardIndex, load_index
-from data_pipeline.seeding import generator
+from data_pipeline.spool import bucket_sizes, gather, write_piece, written
 from data_pipeline.tokenizers import Tokenizer
+from data_pipeline.tokenizing import Encoded, Encoder, EncoderPool, follow
 
-MIB = 2**20
-MEMBER_OVERHEAD = 512 + 128 + 256  # tar header, array header, half a block of padding
-BATCH_CHARACTERS = 1 << 18  # a batch of documents: some 100 ms of tokenizing
-BATCHES_AHEAD = 4  # per process; bounds the text in memory
+FORMAT = 1  # of what lies in the folder of a building; another one is not gone on with
+UNIT_BYTES = 256 << 20  # what is lost at most by a kill: seconds to a minute of work
+BUCKET_BYTES = 1 << 30  # of text: what one process shuffles at a time
+KEPT_ERRORS = 5  # of each unit
 
-Progress = Callable[[int, int], None]
-Tokens = tuple[np.ndarray, np.ndarray]  # ids of a batch of documents; how many each has
+Progress = Callable[[str, Census], None]
+"""Told what is being done, and the counts so far."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How documents are laid out in shards."""
+
+    seed: int
+    min_shards: int
+    shard_mib: float
+
+
+class Building:
+    """The shards of a corpus in the making."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        units: Sequence[tuple[Span, ...]],
+        encoder: Encoder,
+        layout: Layout,
+    ) -> None:
+        self.folder = Path(folder).absolute()
+        self.place = self.folder.with_name(f"{self.folder.name}.building")
+        self._units = units
+        self._encoder = encoder
+        self._layout = layout
+        sizes = [_size_of(span) for unit in units for span in unit]
+        self._buckets = max(1, ceil(sum(sizes) / BUCKET_BYTES))
+        self._names = [self._name_unit(number) for number in range(len(units))]
+        plan = [self._names, layout.min_shards, layout.shard_mib]
+        self._plan = _hash(plan)
+        self._shards = self.place / f"{self._plan}.shards"
+
+    @property
+    def num_units(self) -> int:
+        """Number of units of the corpus."""
+        return len(self._units)
+
+    @property
+    def num_buckets(self) -> int:
+        """Number of buckets that its documents are shuffled in."""
+        return self._buckets
+
+    @property
+    def missing_units(self) -> list[int]:
+        """The units that are not tokenized yet."""
+        return [n for n in range(self.num_units) if not self._unit_file(n).exists()]
+
+    @property
+    def missing_buckets(self) -> list[int]:
+        """The buckets that are not written yet."""
+        return [b for b in range(self._buckets) if not self._bucket_file(b).exists()]
+
+    @contextmanager
+    def locked(self, *, shared: bool) -> Iterator[None]:
+        """Keep the place: parts share it with one another, and with nobody who publishes.
+
+        Raises:
+            ValueError: If someone else is at work.
+        """
+        if self.folder.exists():
+            _check_replaceable(self.folder)
+        new = [parent for parent in self.place.parents if not parent.exists()]
+        self.place.mkdir(parents=True, exist_ok=True)
+        with open(self.place / "lock", "a") as lock:
+            try:
+                fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"{self.place}: another process is at work there") from None
+            except OSError:
+                pass  # a file system without locks; what is done twice there comes out the same
+            try:
+                yield
+            except ValueError:  # bad input: what it takes seconds to do again is not kept
+                if not shared and self.num_units == 1:
+                    self.clear()
+                raise
+            finally:
+                if not shared:
+                    self._tidy(new)
+
+    def tokenize(
+        self, pool: EncoderPool, part: int = 0, parts: int = 1, progress: Progress | None = None
+    ) -> None:
+        """Tokenize the units `part`, `part` + `parts`, ... that are not there yet."""
+        done = Census()
+        mine = range(part, self.num_units, parts)
+        for count, number in enumerate(mine):
+            title = f"part {count + 1} of {len(mine)} of the text"
+            if not self._unit_file(number).exists():
+                errors: list[str] = []
+                blocks = read_blocks(self._units[number], self._encoder.on_error(errors))
+                self._write_unit(number, pool.encode(blocks), errors, done, title, progress)
+            done += self._census(number)
+            if progress:
+                progress(title, done)
+
+    def _write_unit(
+        self,
+        number: int,
+        batches: Iterable[Encoded],
+        errors: list[str],
+        done: Census,
+        title: str,
+        progress: Progress | None,
+    ) -> None:
+        """Write a unit's pieces, and then the file that says that they are all there.
+
+        `errors` gets what is skipped while the batches are read.
+        """
+        census = Census()
+        in_batches: list[str] = []
+
+        def counted() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            nonlocal census
+            for batch in batches:
+                census += batch.census
+                in_batches.extend(batch.errors[:KEPT_ERRORS])
+                if progress:
+                    progress(title, done + census)
+                yield batch.ids, batch.lengths
+
+        pieces = 0
+        for piece in gather(counted()):
+            key = (self._layout.seed, number, pieces, 0, 0)
+            write_piece(self._piece_file(number, pieces), piece, self._buckets, key)
+            pieces += 1
+        census += Census(skipped=len(errors))
+        first_errors = (in_batches + errors)[:KEPT_ERRORS]
+        facts = {"pieces": pieces, "census": asdict(census), "errors": first_errors}
+        _write_json(self._unit_file(number), facts)
+
+    def write(
+        self,
+        part: int = 0,
+        parts: int = 1,
+        *,
+        workers: int = 1,
+        progress: Progress | None = None,
+    ) -> None:
+        """Write the buckets `part`, `part` + `parts`, ... that are not there yet."""
+        todo = [bucket for bucket in self.missing_buckets if bucket % parts == part]
+        if not todo:
+            return
+        sizes = self._bucket_sizes()
+        _check_enough(int(sizes[:, 0].sum()), self._layout.min_shards, self.folder)
+        counts = count_shards(
+            sizes,
+            min_shards=self._layout.min_shards,
+            shard_mib=self._layout.shard_mib,
+            itemsize=self._encoder.dtype.itemsize,
+        )
+        firsts = list(accumulate(counts, initial=0))
+        self._shards.mkdir(exist_ok=True)
+        write = partial(self._write_bucket, self._pieces(), firsts)
+        processes = min(len(todo), workers or len(os.sched_getaffinity(0)))
+        if processes > 1:
+            context = get_context("fork")
+            with ProcessPoolExecutor(processes, context, follow, (os.getpid(),)) as pool:
+                _report(pool.map(write, todo), len(todo), progress)
+        else:
+            _report(map(write, todo), len(todo), progress)
+
+    def _write_bucket(self, pieces: list[Piece], firsts: list[int], bucket: int) -> Census:
+        entries = write_bucket(
+            pieces,
+            bucket,
+            self._shards,
+            first_shard=firsts[bucket],
+            num_shards=firsts[bucket + 1] - firsts[bucket],
+            dtype=self._encoder.dtype,
+            seed=self._layout.seed,
+        )
+        _write_json(self._bucket_file(bucket), entries)
+        documents, tokens = (
+            sum(int(entry[key]) for entry in entries) for key in ("docs", "tokens")
+        )
+        return Census(documents=documents, tokens=tokens)
+
+    def publish(self) -> ShardIndex:
+        """Write the index, and let the folder appear in one step; an earlier one goes."""
+        entries: list[Entry] = []
+        for bucket in range(self._buckets):
+            entries += json.loads(self._bucket_file(bucket).read_text())
+        census = self.census()
+        index = {
+            "shards": entries,
+            "dtype": self._encoder.dtype.name,
+            "tokenizer_sha256": self._encoder.tokenizer.sha256,
+            "tokenizer_kind": self._encoder.tokenizer.kind,
+            "vocab_size": self._encoder.tokenizer.vocab_size,
+            "docs": census.documents,
+            "tokens": census.tokens,
+            "seed": self._layout.seed,
+            "special_ids": self._encoder.tokenizer.specials,
+            "text": census.summary(),
+        }
+        listed = {entry["url"] for entry in entries}
+        for left_by_killed in self._shards.iterdir():
+            if left_by_killed.name not in listed:
+                left_by_killed.unlink()
+        _write_json(self._shards / INDEX_NAME, index)
+        if self.folder.exists():
+            self.folder.rename(self.place / f"{self._plan}.earlier")
+        self._shards.rename(self.folder)
+        self.clear()
+        return load_index(self.folder)
+
+    def clear(self) -> None:
+        """Remove all that is kept for going on."""
+        shutil.rmtree(self.place, ignore_errors=True)
+
+    def census(self) -> Census:
+        """Return the counts of all units that are there."""
+        there = (self._census(n) for n in range(self.num_units) if self._unit_file(n).exists())
+        return sum(there, start=Census())
+
+    def errors(self) -> list[str]:
+        """Return the first errors of each unit that were skipped."""
+        facts = (self._facts(number) for number in range(self.num_units))
+        return [error for unit in facts for error in unit["errors"]]
+
+    def _bucket_sizes(self) -> np.ndarray:
+        sizes = np.zeros((self._buckets, 2), dtype=np.int64)
+        for piece in self._pieces():
+            sizes += bucket_sizes(piece.path)
+        return sizes
+
+    def _pieces(self) -> list[Piece]:
+        """Return all pieces in the order of the corpus."""
+        pieces, first = [], 0
+        for number in range(self.num_units):
+            facts = self._facts(number)
+            pieces += [Piece(self._piece_file(number, n), first) for n in range(facts["pieces"])]
+            first += facts["census"]["documents"]
+        return pieces
+
+    def _name_unit(self, number: int) -> str:
+        """Hash all that a unit's pieces depend on."""
+        spans = []
+        for span in self._units[number]:
+            status = os.stat(span.path)
+            spans.append([*asdict(span).values(), status.st_size, status.st_mtime_ns])
+        encoder = self._encoder
+        made_by = [encoder.tokenizer.sha256, encoder.text_key, encoder.skips_errors]
+        return _hash([FORMAT, number, spans, made_by, self._layout.seed, self._buckets])
+
+    def _unit_file(self, number: int) -> Path:
+        return self.place / f"{self._names[number]}.json"
+
+    def _piece_file(self, number: int, piece: int) -> Path:
+        return self.place / f"{self._names[number]}.{piece}.piece"
+
+    def _bucket_file(self, bucket: int) -> Path:
+        return self.place / f"{self._plan}.bucket-{bucket}.json"
+
+    def _facts(self, number: int) -> dict[str, Any]:
+        facts: dict[str, Any] = json.loads(self._unit_file(number).read_text())
+        return facts
+
+    def _census(self, number: int) -> Census:
+        return Census(**self._facts(number)["census"])
+
+    def _tidy(self, new: list[Path]) -> None:
+        """Take away a place that nothing has been done in, and parents made for it."""
+        if self.place.exists() and [path.name for path in self.place.iterdir()] == ["lock"]:
+            self.clear()
+        with suppress(OSError):  # what is not empty, or someone else's by now, stays
+            for folder in new:
+                folder.rmdir()
 
 
 def write_shards(
@@ -48,41 +324,30 @@ def write_shards(
     min_shards: int,
     shard_mib: float,
     workers: int,
-    progress: Progress | None = None,
 ) -> ShardIndex:
-    """Write `documents` as shards into `folder`, which appears whole or not at all.
+    """Write documents from memory as shards into `folder`, which appears whole or not at all.
 
-    There are `min_shards` shards, or more where they would exceed `shard_mib` MiB, and a document
-    is never split. `workers` is a number of processes, 0 for one a core. `progress` is called with
-    the documents and tokens done so far. An earlier folder of shards is replaced.
+    The shards are those that a corpus of the same documents becomes; nothing is kept to go on from.
+    `workers` is a number of processes, 0 for one a core. An earlier folder of shards is replaced.
     """
-    folder = Path(folder)
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
-    with _staged(folder) as staging:
-        with open(staging / "spool", "w+b") as file:
-            batches = _tokenize(documents, tokenizer, dtype, workers)
-            spool = _Spool(file, dtype, _report(batches, progress))
-            num_documents, num_tokens = len(spool.lengths), int(spool.lengths.sum())
-            _check_enough(num_documents, min_shards, folder)
-            size = MEMBER_OVERHEAD * num_documents + dtype.itemsize * num_tokens
-            num_shards = max(min_shards, min(num_documents, ceil(size / (shard_mib * MIB))))
-            entries = [
-                _write_shard(staging / f"shard-{shard:05d}.tar", ordinals, spool)
-                for shard, ordinals in enumerate(_deal(spool.lengths, num_shards, seed))
-            ]
-        (staging / "spool").unlink()
-        index = {
-            "shards": entries,
-            "dtype": dtype.name,
-            "tokenizer_sha256": tokenizer.sha256,
-            "tokenizer_kind": tokenizer.kind,
-            "vocab_size": tokenizer.vocab_size,
-            "docs": num_documents,
-            "tokens": num_tokens,
-            "seed": seed,
-        }
-        (staging / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n")
-    return load_index(folder)
+    layout = Layout(seed=seed, min_shards=min_shards, shard_mib=shard_mib)
+    building = Building(folder, [()], Encoder(tokenizer), layout)
+    with building.locked(shared=False), EncoderPool(Encoder(tokenizer), workers) as pool:
+        building.clear()
+        building.place.mkdir()
+        try:
+            building._write_unit(0, pool.encode(documents), [], Census(), "", None)
+            building.write()
+            return building.publish()
+        finally:
+            building.clear()
+
+
+def plan_building(
+    folder: str | Path, files: Sequence[str], encoder: Encoder, layout: Layout
+) -> Building:
+    """Return the building of a corpus's files."""
+    return Building(folder, cut_into_units(files, UNIT_BYTES), encoder, layout)
 
 
 def _check_enough(num_documents: int, min_shards: int, folder: Path) -> None:
@@ -95,31 +360,6 @@ def _check_enough(num_documents: int, min_shards: int, folder: Path) -> None:
         )
 
 
-@contextmanager
-def _staged(folder: Path) -> Iterator[Path]:
-    """Yield a folder beside `folder` that takes its place at the end, or goes if that fails."""
-    folder = folder.absolute()
-    if folder.exists():
-        _check_replaceable(folder)
-    new_parents = [parent for parent in folder.parents if not parent.exists()]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = folder.with_name(f".{folder.name}.{os.getpid()}.new")
-    earlier = staging.with_suffix(".old")
-    try:
-        staging.mkdir()
-        yield staging
-        if folder.exists():
-            folder.rename(earlier)
-        staging.rename(folder)
-        shutil.rmtree(earlier, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        with suppress(OSError):  # someone else uses it by now
-            for parent in new_parents:
-                parent.rmdir()
-        raise
-
-
 def _check_replaceable(folder: Path) -> None:
     """Refuse to replace what is not a folder of shards."""
     foreign = folder.is_file() or any(
@@ -129,124 +369,22 @@ def _check_replaceable(folder: Path) -> None:
         raise ValueError(f"{folder} exists and holds other things than shards; name a new folder")
 
 
-class _Spool:
-    """The ids of every document, end to end in a file, and in memory how many each has."""
-
-    def __init__(self, file: BinaryIO, dtype: np.dtype, batches: Iterable[Tokens]) -> None:
-        self._file = file
-        self._dtype = dtype
-        lengths = [np.zeros(0, dtype=np.int64)]
-        for ids, counts in batches:
-            file.write(ids.data)
-            lengths.append(counts)
-        self.lengths = np.concatenate(lengths)
-        self._ends = np.cumsum(self.lengths)
-
-    def __getitem__(self, document: int) -> np.ndarray:
-        length = int(self.lengths[document])
-        self._file.seek((int(self._ends[document]) - length) * self._dtype.itemsize)
-        return np.frombuffer(self._file.read(length * self._dtype.itemsize), dtype=self._dtype)
-
-
-def _report(batches: Iterable[Tokens], progress: Progress | None) -> Iterator[Tokens]:
-    """Pass `batches` on and tell `progress` of each."""
-    num_documents = num_tokens = 0
-    for ids, counts in batches:
-        yield ids, counts
-        num_documents, num_tokens = num_documents + len(counts), num_tokens + len(ids)
+def _report(buckets: Iterable[Census], total: int, progress: Progress | None) -> None:
+    done = Census()
+    for number, census in enumerate(buckets, 1):
+        done += census
         if progress:
-            progress(num_documents, num_tokens)
+            progress(f"written {number} of {total}", done)
 
 
-def _deal(lengths: np.ndarray, num_shards: int, seed: int) -> list[np.ndarray]:
-    """Return each shard's documents: drawn at random, given to the shard with the fewest tokens."""
-    owner = np.empty(len(lengths), dtype=np.int64)
-    heap = [(0, shard) for shard in range(num_shards)]
-    for document in generator(seed).permutation(len(lengths)):
-        tokens, shard = heap[0]
-        owner[document] = shard
-        # Every document weighs something, so that no shard stays empty.
-        heapq.heapreplace(heap, (tokens + int(lengths[document]) + 2, shard))
-    ordinals = np.argsort(owner, kind="stable")
-    return np.split(ordinals, np.cumsum(np.bincount(owner, minlength=num_shards))[:-1])
+def _size_of(span: Span) -> int:
+    return os.path.getsize(span.path) if span.end is None else span.end - span.start
 
 
-def _write_shard(path: Path, documents: np.ndarray, spool: _Spool) -> dict[str, str | int]:
-    """Write documents, given by their ordinals, as one tar; return its entry of the index."""
-    with open(path, "wb") as file, webdataset.TarWriter(file, mtime=0) as writer:
-        for document in documents.tolist():
-            writer.write({"__key__": f"{document:09d}", "npy": spool[document]})
-    with open(path, "rb") as written:
-        digest = file_digest(written, "sha256").hexdigest()
-    return {
-        "url": path.name,
-        "docs": len(documents),
-        "tokens": int(spool.lengths[documents].sum()),
-        "bytes": path.stat().st_size,
-        "sha256": digest,
-    }
+def _hash(value: object) -> str:
+    return sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def _tokenize(
-    documents: Iterable[Document], tokenizer: Tokenizer, dtype: np.dtype, workers: int
-) -> Iterator[Tokens]:
-    """Yield the tokens of `documents`, batch by batch, in order."""
-    batches = _batches(documents)
-    workers = workers or len(os.sched_getaffinity(0))
-    if workers == 1:
-        for batch in batches:
-            yield _encode(tokenizer, dtype, batch)
-        return
-    with ProcessPoolExecutor(
-        workers, get_context("fork"), _start_worker, (tokenizer, dtype, os.getpid())
-    ) as pool:
-        pending: deque[Future[Tokens]] = deque()
-        try:
-            for batch in batches:
-                pending.append(pool.submit(_encode_in_worker, batch))
-                if len(pending) > BATCHES_AHEAD * workers:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
-    """Group texts into batches of about BATCH_CHARACTERS."""
-    batch: list[str] = []
-    characters = 0
-    for document in documents:
-        batch.append(document.text)
-        characters += len(document.text)
-        if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _encode(tokenizer: Tokenizer, dtype: np.dtype, batch: list[str]) -> Tokens:
-    encoded = [tokenizer.encode(text) for text in batch]
-    return np.concatenate(encoded).astype(dtype), np.array([len(ids) for ids in encoded])
-
-
-_worker: tuple[Tokenizer, np.dtype]
-
-
-def _start_worker(tokenizer: Tokenizer, dtype: np.dtype, parent: int) -> None:
-    """Prepare a tokenizing process: it leaves Ctrl-C to its parent, and goes when that goes."""
-    global _worker
-    _worker = tokenizer, dtype
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
-
-
-def _exit_after(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
-def _encode_in_worker(batch: list[str]) -> Tokens:
-    return _encode(*_worker, batch)
+def _write_json(path: Path, value: object) -> None:
+    with written(path) as partial_path:
+        partial_path.write_text(json.dumps(value, indent=1) + "\n")

@@ -1,49 +1,26 @@
-"""Text to ids and back: SentencePiece (unigram, BPE) and plain UTF-8 bytes.
+"""Text to ids and back. A kind is a class, and a line in TOKENIZERS.
 
-Every tokenizer has the same five special ids, and none of them can be written in a text: in a
-SentencePiece model they are control symbols, which encoding never produces.
+unigram, bpe    SentencePiece          data_pipeline.sentencepieces
+wordpiece       WoBERT's vocabulary    data_pipeline.wordpieces
+bytes           plain UTF-8            here
 """
 
-import io
 import os
-import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import IntEnum
 from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import sentencepiece
 
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.corpus import Document
-
-# SentencePiece sums in the order of its threads, so another number of them is another model.
-# Of 1, 2, 4 and 8, two are the fastest on two cores.
-TRAINING_THREADS = 2
-NORMALIZER = "nmt_nfkc"
-MAX_LINE_CHARS = 1024
-MAX_LINE_BYTES = 4 * MAX_LINE_CHARS
-# A training line: at most MAX_LINE_CHARS, ended by white space where the text has some.
-TRAINING_LINE = re.compile(rf".{{1,{MAX_LINE_CHARS}}}(?!\S)|.{{1,{MAX_LINE_CHARS}}}")
-WORD_START = "▁"
-RESERVED = "▅"  # SentencePiece leaves out every training line that has this character
-
-
-class Specials(IntEnum):
-    """The ids that stand for no text, the same for every tokenizer."""
-
-    PAD = 0
-    UNK = 1
-    CLS = 2
-    SEP = 3
-    MASK = 4
-
-
-NUM_SPECIALS = len(Specials)
+from data_pipeline.sampling import LineSample
+from data_pipeline.sentencepieces import SentencePieceTokenizer, train_sentencepiece
+from data_pipeline.specials import NUM_SPECIALS, STANDARD, Specials
+from data_pipeline.wordpieces import WordPieceTokenizer, train_wordpiece
 
 
 class Tokenizer(Protocol):
@@ -54,6 +31,10 @@ class Tokenizer(Protocol):
         """Which of the configuration's kinds this is."""
 
     @property
+    def specials(self) -> Specials:
+        """Its special ids; no text becomes one of them but [UNK]."""
+
+    @property
     def vocab_size(self) -> int:
         """Number of ids, special ones included."""
 
@@ -62,7 +43,7 @@ class Tokenizer(Protocol):
         """Fingerprint: equal ones give equal ids."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the text's ids, int32 [N], without special ones."""
+        """Return the text's ids, int32 [N]; a lone surrogate is a ValueError."""
 
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of `ids`; special ones stand for none."""
@@ -70,50 +51,15 @@ class Tokenizer(Protocol):
     def word_starts(self, ids: np.ndarray) -> np.ndarray:
         """Return bool [N]: whether an id starts a word; a special id is a word of its own."""
 
-
-class SentencePieceTokenizer:
-    """A SentencePiece model; a word is a piece with the word-start mark and those after it."""
-
-    def __init__(self, kind: str, model: bytes) -> None:
-        """Load a model file's content; a ValueError says why it cannot be used."""
-        if not model:  # which SentencePiece takes for a model without pieces
-            raise ValueError("is empty")
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError:
-            raise ValueError("is no SentencePiece model, or a cut one") from None
-        if NORMALIZER.encode() not in model:  # its last field: without it, the rest still loads
-            raise ValueError(f"has no {NORMALIZER} normaliser, or is cut")
-        specials = [self._processor.piece_to_id(f"[{special.name}]") for special in Specials]
-        if specials != list(Specials) or not self._processor.is_control(Specials.MASK):
-            raise ValueError("does not have [PAD] [UNK] [CLS] [SEP] [MASK] as ids 0 to 4")
-        self.kind = kind
-        self.sha256 = sha256(model).hexdigest()
-        self.vocab_size: int = self._processor.vocab_size()
-        self._starts_word = np.array(
-            [
-                index < NUM_SPECIALS or self._processor.id_to_piece(index).startswith(WORD_START)
-                for index in range(self.vocab_size)
-            ]
-        )
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return the text's ids, int32 [N], without special ones."""
-        return self._processor.encode_as_numpy(text)
-
-    def decode(self, ids: np.ndarray) -> str:
-        """Return the text of `ids`, as the model normalised it."""
-        return self._processor.decode(np.asarray(ids).tolist())
-
-    def word_starts(self, ids: np.ndarray) -> np.ndarray:
-        """Return bool [N]: whether an id starts a word."""
-        return _after_specials(self._starts_word[ids], ids)
+    def count_unknown(self, ids: np.ndarray) -> int:
+        """Return how many ids stand for no piece of the vocabulary: [UNK], or a byte instead."""
 
 
 class BytesTokenizer:
     """UTF-8 bytes, each its value plus the number of specials; white space parts words."""
 
     kind = "bytes"
+    specials = STANDARD
     vocab_size = NUM_SPECIALS + 256
     sha256 = sha256(b"id = byte + 5; 0..4 = pad, unk, cls, sep, mask").hexdigest()
 
@@ -133,32 +79,60 @@ class BytesTokenizer:
 
     def word_starts(self, ids: np.ndarray) -> np.ndarray:
         """Return bool [N]: whether an id starts a word, the spaces after it included."""
-        is_space = self._is_space[ids]
-        starts = ids < NUM_SPECIALS
-        starts[1:] |= is_space[:-1] & ~is_space[1:]
-        return _after_specials(starts, ids)
+        is_space, is_special = self._is_space[ids], self.specials.among(ids)
+        starts = is_special.copy()
+        starts[:1] = True
+        starts[1:] |= is_space[:-1] & ~is_space[1:] | is_special[:-1]
+        return starts
+
+    def count_unknown(self, ids: np.ndarray) -> int:
+        """Return 0: every byte has its id."""
+        return 0
 
 
-def _after_specials(starts: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Let a word start at the first id and after each special one too."""
-    starts[:1] = True
-    starts[1:] |= ids[:-1] < NUM_SPECIALS
-    return starts
+@dataclass(frozen=True)
+class Kind:
+    """How tokenizers of a kind are made; those without a model file need neither."""
+
+    load: Callable[[bytes], Tokenizer]
+    train: Callable[[TokenizerConfig, Iterable[str]], bytes]
+
+
+SENTENCEPIECE = Kind(SentencePieceTokenizer, train_sentencepiece)
+TOKENIZERS: dict[str, Kind | Callable[[], Tokenizer]] = {
+    "unigram": SENTENCEPIECE,
+    "bpe": SENTENCEPIECE,
+    "wordpiece": Kind(WordPieceTokenizer, train_wordpiece),
+    "bytes": BytesTokenizer,
+}
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Return the tokenizer of `config`; its vocabulary is what the model file says."""
-    if config.kind == "bytes":
-        return BytesTokenizer()
+    """Return the tokenizer of `config`, whose model file must be what the config says.
+
+    Raises:
+        ValueError: If it is another, or none at all.
+    """
+    kind = TOKENIZERS[config.kind]
+    if not isinstance(kind, Kind):
+        return kind()
     path = Path(config.model)
     try:
         if not path.is_file():
             raise ValueError("does not exist")
-        return SentencePieceTokenizer(config.kind, path.read_bytes())
+        tokenizer = kind.load(path.read_bytes())
     except ValueError as error:
         raise ValueError(
             f"tokenizer.model: {path} {error}; train it with `roformer tokenizer`"
         ) from None
+    for key in ("kind", "vocab_size", "normalizer"):
+        wanted, found = getattr(config, key), getattr(tokenizer, key, None)
+        if None not in (wanted, found) and wanted != found:
+            raise ValueError(
+                f"tokenizer.model: {path} has {key} {found}, and the config says "
+                f"tokenizer.{key}={wanted}: correct the config, or name another model"
+            )
+    return tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +143,9 @@ class TrainingSummary:
     """The file written; none for bytes, which need no model."""
     documents: int
     characters: int
+    """Of all documents."""
+    sampled: int
+    """Characters that it was trained on."""
     vocab_size: int
     sha256: str
     seconds: float
@@ -179,95 +156,32 @@ def train_tokenizer(config: TokenizerConfig, documents: Iterable[Document]) -> T
 
     The same documents in the same order give the same file, whatever the machine.
     """
-    if config.kind == "bytes":
-        tokenizer = BytesTokenizer()
-        return TrainingSummary(None, 0, 0, tokenizer.vocab_size, tokenizer.sha256, 0.0)
+    kind = TOKENIZERS[config.kind]
+    if not isinstance(kind, Kind):
+        tokenizer = kind()
+        return TrainingSummary(None, 0, 0, 0, tokenizer.vocab_size, tokenizer.sha256, 0.0)
+    if config.vocab_size is None:
+        raise ValueError("tokenizer.vocab_size is null; say how many pieces to train")
     started = time.monotonic()
-    lines = _TrainingLines(documents)
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=model,
-            model_type=config.kind,
-            vocab_size=config.vocab_size,
-            byte_fallback=True,
-            normalization_rule_name=NORMALIZER,
-            max_sentence_length=MAX_LINE_BYTES,
-            num_threads=TRAINING_THREADS,
-            pad_id=Specials.PAD,
-            unk_id=Specials.UNK,
-            bos_id=Specials.CLS,
-            eos_id=Specials.SEP,
-            pad_piece="[PAD]",
-            unk_piece="[UNK]",
-            bos_piece="[CLS]",
-            eos_piece="[SEP]",
-            control_symbols=["[MASK]"],  # takes the first free id, which is 4
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        if lines.error:
-            raise lines.error from None
-        raise ValueError(_reason(config, lines, str(error))) from None
+    sample = LineSample(documents, config.sample_mchars)
+    if sample.documents == 0:
+        raise ValueError("corpus.train holds no document to train the tokenizer on")
+    model = kind.train(config, sample.lines())
     path = Path(config.model)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_bytes(model.getvalue())
+        partial.write_bytes(model)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    tokenizer_sha256 = sha256(model.getvalue()).hexdigest()
+    trained = kind.load(model)
     return TrainingSummary(
         path,
-        lines.num_documents,
-        lines.num_characters,
-        config.vocab_size,
-        tokenizer_sha256,
+        sample.documents,
+        sample.characters,
+        sample.sampled,
+        trained.vocab_size,
+        trained.sha256,
         time.monotonic() - started,
     )
-
-
-class _TrainingLines:
-    """The lines of documents as SentencePiece takes them all, and a count of what went by.
-
-    A line over its length limit would be left out without a word, and so would one that has
-    the character it reserves: the first is split, the second has it replaced by a space. An error
-    of the documents is kept, since SentencePiece makes one of its own of it.
-    """
-
-    def __init__(self, documents: Iterable[Document]) -> None:
-        self._documents = documents
-        self.num_documents = 0
-        self.num_characters = 0
-        self.error: BaseException | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        try:
-            for document in self._documents:
-                self.num_documents += 1
-                self.num_characters += len(document.text)
-                for line in TRAINING_LINE.finditer(document.text.replace(RESERVED, " ")):
-                    yield line[0]
-        except BaseException as error:
-            self.error = error
-            raise
-
-
-def _reason(config: TokenizerConfig, lines: _TrainingLines, error: str) -> str:
-    """Say in one line why SentencePiece gave up."""
-    if lines.num_documents == 0:
-        return "corpus.train holds no document to train the tokenizer on"
-    if most := re.search(r"too high .*<= (\d+)", error):
-        return (
-            f"tokenizer.vocab_size={config.vocab_size} is more than this corpus of "
-            f"{lines.num_characters} characters allows: at most {most[1]}"
-        )
-    if least := re.search(r"required_chars\. \d+ vs (\d+)", error):
-        return (
-            f"tokenizer.vocab_size={config.vocab_size} has no room for the corpus's characters, "
-            f"the specials and 256 bytes: at least {least[1]}"
-        )
-    detail = error.rpartition("] ")[2] or error
-    return f"SentencePiece cannot train on this corpus of {lines.num_documents} documents: {detail}"

@@ -88,14 +88,19 @@ def plan_runs(config: Config, path: Path, overrides: Sequence[str]) -> Iterator[
                 raise ConfigError([f"arm {arm}: {p}" for p in error.problems]) from None
 
 
-def check(folder: Path, runs: Sequence[ArmRun]) -> None:
-    """Find everything that would stop any of the runs, before the first of them starts."""
+def check(
+    folder: Path, runs: Sequence[ArmRun], *, world: int | None = None, here: bool = True
+) -> None:
+    """Find everything that would stop any of the runs, before the first of them starts.
+
+    Without `here` they are meant for other machines, and `world` is the number of their ranks.
+    """
     problems: list[str] = []
     if (folder / "config.yaml").exists():
         problems.append(f"{folder} is a run of `roformer train`; choose another run.name")
     for run in runs:
         try:
-            prepare(run.config, local_processes(run.config))
+            prepare(run.config, world or local_processes(run.config), here=here)
         except ConfigError as error:
             problems += error.problems
     if problems:

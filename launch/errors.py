@@ -15,6 +15,14 @@ class Failed(Exception):
     """Something went wrong that is no fault of the input; the message says what to do."""
 
 
+class Told(Exception):
+    """Something went wrong that another rank has said already; ends this one with an exit code."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        super().__init__(code)
+
+
 def exit_code(action: Callable[[], int]) -> int:
     """Run a command; turn what goes wrong into lines on stderr and an exit code.
 
@@ -25,6 +33,8 @@ def exit_code(action: Callable[[], int]) -> int:
     except Preempted as stopped:
         _say(str(stopped))
         return EXIT_PREEMPTED
+    except Told as told:
+        return told.code
     except KeyboardInterrupt:
         _say("interrupted; start again to go on from the last checkpoint")
         return 130
@@ -36,11 +46,12 @@ def exit_code(action: Callable[[], int]) -> int:
         _say(f"error: {error}")
         return EXIT_FAILED
     except (ValueError, OSError) as error:
-        _say(f"error: {_one_line(error)}")
+        _say(f"error: {one_line(error)}")
         return EXIT_BAD_INPUT
 
 
-def _one_line(error: ValueError | OSError) -> str:
+def one_line(error: ValueError | OSError) -> str:
+    """Say what an error says, and where it has to do with a file, which."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from configs.loader import load
 from configs.schema import Config
-from data_pipeline.tokenizers import NUM_SPECIALS, Specials, load_tokenizer
+from data_pipeline.specials import Specials
+from data_pipeline.tokenizers import load_tokenizer
 from launch.errors import EXIT_OK
 from model.huggingface import TIED, to_huggingface
 from trainer import checkpoint
@@ -48,18 +49,19 @@ def export(run: Path, folder: Path, console: Console) -> int:
     }
     folder.mkdir(parents=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    settings = huggingface_config(config, tokenizer.vocab_size)
+    settings = huggingface_config(config, tokenizer.vocab_size, tokenizer.specials)
     (folder / "config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
     if config.tokenizer.kind != "bytes":
-        shutil.copyfile(config.tokenizer.model, folder / "tokenizer.model")
+        name = "vocab.txt" if config.tokenizer.kind == "wordpiece" else "tokenizer.model"
+        shutil.copyfile(config.tokenizer.model, folder / name)
+    ids = ", ".join(f"{k.upper()} {i}" for k, i in tokenizer.specials._asdict().items())
     console.print(
-        f"export: {folder}, {settings['architectures'][0]} of {found.name}; "
-        f"ids 0 to {NUM_SPECIALS - 1} are {', '.join(s.name for s in Specials)}"
+        f"export: {folder}, {settings['architectures'][0]} of {found.name}; its special ids: {ids}"
     )
     return EXIT_OK
 
 
-def huggingface_config(config: Config, vocab_size: int) -> dict:
+def huggingface_config(config: Config, vocab_size: int, specials: Specials) -> dict:
     """Return what `config.json` says of a run's model."""
     model = config.model
     kind, architecture = ARCHITECTURES[model.positions]
@@ -78,7 +80,7 @@ def huggingface_config(config: Config, vocab_size: int) -> dict:
         "type_vocab_size": model.type_vocab_size,
         "initializer_range": model.initializer_range,
         "layer_norm_eps": model.layer_norm_eps,
-        "pad_token_id": int(Specials.PAD),
+        "pad_token_id": specials.pad,
         "tie_word_embeddings": True,
     }
     if kind == "roformer":

@@ -143,7 +143,7 @@ def print_plan(config: Config, console: Console) -> int:
     try:
         vocab_size = load_tokenizer(config.tokenizer).vocab_size
     except (ValueError, OSError):
-        vocab_size = config.tokenizer.vocab_size
+        vocab_size = config.tokenizer.vocab_size or 8000  # what is wrong is told at the end
     plan = make_plan(config, world=world, vocab_size=vocab_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if config.engine.precision == "fp32" else torch.bfloat16

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,14 @@ import torch
 
 from configs.loader import ConfigError
 from configs.schema import Config
-from data_pipeline.index import ShardIndex, load_index
+from data_pipeline.config import SourceConfig
+from data_pipeline.foreign import ForeignShards, first_document
+from data_pipeline.index import ShardIndex
 from data_pipeline.loader import check_split
-from data_pipeline.tokenizers import Tokenizer, load_tokenizer
+from data_pipeline.mixture import Mixture
+from data_pipeline.opening import open_reading, open_shards
+from data_pipeline.reading import Reading, Shards
+from data_pipeline.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer
 from launch.run_folder import data_problems, folder_problems
 from trainer import checkpoint
 from trainer.curriculum import Factors, Stage, batch_factors, build_stages
@@ -29,8 +35,8 @@ class Prepared:
 
     config: Config
     tokenizer: Tokenizer
-    train: ShardIndex
-    eval: ShardIndex | None
+    train: Mixture
+    eval: Shards | None
     stages: tuple[Stage, ...]
     factors: tuple[Factors, ...]
     """How each stage's batch is cut on this world."""
@@ -38,9 +44,7 @@ class Prepared:
     """Where the run goes on from; None: it starts afresh."""
 
 
-def fingerprints(
-    tokenizer: Tokenizer, train: ShardIndex, held_out: ShardIndex | None
-) -> dict[str, Any]:
+def fingerprints(tokenizer: Tokenizer, train: Mixture, held_out: Shards | None) -> dict[str, Any]:
     """Return the hashes by which a run knows that it goes on with the same data."""
     data = {"train": train.sha256, "eval": held_out and held_out.sha256}
     return {"tokenizer": tokenizer.sha256, "data": data}
@@ -54,10 +58,11 @@ def local_processes(config: Config) -> int:
     return min(wanted, gpus) if gpus else wanted
 
 
-def prepare(config: Config, world: int, *, new_run: bool = True) -> Prepared:
+def prepare(config: Config, world: int, *, new_run: bool = True, here: bool = True) -> Prepared:
     """Read what a config names, and check that `world` ranks can train on it.
 
-    Without `new_run` the run's folder is left out of it.
+    Without `new_run` the run's folder is left out of it; without `here` this machine's devices,
+    since the ranks run on others.
 
     Raises:
         ConfigError: With everything that is wrong.
@@ -73,21 +78,17 @@ def prepare(config: Config, world: int, *, new_run: bool = True) -> Prepared:
 
     stages = build_stages(config.curriculum, config.optimizer, config.objective)
     tokenizer = attempt(load_tokenizer, config.tokenizer)
-    train = attempt(_read_index, "data.train", config.data.train)
-    held_out = attempt(_read_index, "data.eval", config.data.eval) if config.data.eval else None
-    for key, index in (("data.train", train), ("data.eval", held_out)):
-        if index is not None:
-            problems += _shard_problems(key, index)
-        if tokenizer is not None and index is not None:
-            problems += _tokenizer_problems(key, index, tokenizer)
-    if train is not None and len(train.shards) < config.data.lanes:
-        problems.append(
-            f"data.train: {len(train.shards)} shards are fewer than data.lanes={config.data.lanes}"
-            f"; set data.lanes={_lanes_for(len(train.shards), config, world)}, or write more shards"
-        )
+    reading = open_reading(config.data)
+    read = partial(_open, config.data.text_key, tokenizer, reading, problems)
+    sources = [
+        attempt(read, f"data.train{f'.{number}' * bool(source.name)}", source.shards)
+        for number, source in enumerate(config.data.sources)
+    ]
+    train: Any = None if None in sources else _mixture(config.data.sources, sources)
+    held_out = attempt(read, "data.eval", config.data.eval) if config.data.eval else None
     attempt(check_split, config.data.lanes, world, config.data.workers)
     factors = [attempt(_factors, stage, config, world) for stage in stages]
-    if config.engine.precision == "fp16" and not torch.cuda.is_available():
+    if here and config.engine.precision == "fp16" and not torch.cuda.is_available():
         problems.append("engine.precision: fp16 needs a GPU; take bf16 or fp32 on a CPU")
     if config.engine.compile and not (torch.cuda.is_available() or _compiler()):
         problems.append(
@@ -105,14 +106,35 @@ def prepare(config: Config, world: int, *, new_run: bool = True) -> Prepared:
     return Prepared(config, tokenizer, train, held_out, stages, tuple(factors), resume_from)
 
 
-def _read_index(key: str, path: str) -> ShardIndex:
-    if not path:
+def _open(
+    text_key: str,
+    tokenizer: Tokenizer | None,
+    reading: Reading,
+    problems: list[str],
+    key: str,
+    source: str,
+) -> Shards | None:
+    """Open a source, and look at as much of it as takes no time."""
+    if not source:
         raise ValueError(f"{key} names no shards; write some by `roformer shards`, or name theirs")
-    return load_index(path)
+    shards = open_shards(source, tokenizer or BytesTokenizer(), text_key, reading)
+    if isinstance(shards, ForeignShards):
+        first_document(shards)
+    elif isinstance(shards, ShardIndex):
+        problems += _shard_problems(key, shards)
+        problems += _tokenizer_problems(key, shards, tokenizer) if tokenizer else ()
+    return shards
+
+
+def _mixture(configs: list[SourceConfig], sources: list[Shards]) -> Mixture:
+    names = tuple(config.name for config in configs)
+    return Mixture(names, tuple(sources), tuple(config.weight for config in configs))
 
 
 def _shard_problems(key: str, index: ShardIndex) -> Iterator[str]:
     """Look at every shard's size; `roformer verify` and training look at every byte."""
+    if index.base:
+        return  # each is looked at when it comes over the network
     for number, shard in enumerate(index.shards):
         path = index.path(number)
         if not path.is_file():
@@ -146,8 +168,3 @@ def _factors(stage: Stage, config: Config, world: int) -> Factors:
 
 def _compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
-
-
-def _lanes_for(shards: int, config: Config, world: int) -> int:
-    readers = world * max(1, config.data.workers)
-    return shards // readers * readers or readers

@@ -32,7 +32,7 @@ PACKAGES = ("roformer-pretraining", "torch", "deepspeed", "webdataset", "sentenc
 
 CURVE_SECTIONS = ("tokenizer", "model", "objective", "curriculum", "optimizer", "schedule")
 """Sections that shape the curve: another value of theirs is another run."""
-CURVE_KEYS = ("run.seed", "data.train", "data.eval", "data.lanes")
+CURVE_KEYS = ("run.seed", "data.train", "data.eval", "data.lanes", "data.text_key")
 
 
 def folder_of(config: Config) -> Path:
@@ -125,7 +125,8 @@ def _curve_leaves(config: Config) -> dict[str, Any]:
     return {
         key: value
         for key, value in leaves.items()
-        if key.partition(".")[0] in CURVE_SECTIONS or key in CURVE_KEYS
+        if key.partition(".")[0] in CURVE_SECTIONS
+        or f"{key}.".startswith(tuple(f"{curve_key}." for curve_key in CURVE_KEYS))
     }
 
 

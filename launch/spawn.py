@@ -19,6 +19,7 @@ from rich.console import Console
 
 from configs.loader import load
 from configs.schema import Config
+from launch.environment import RANKS
 from launch.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, Failed
 from launch.preflight import local_processes, prepare
 from launch.run_folder import DONE, PARENT, REQUEUE, STOP, folder_of, is_done
@@ -41,9 +42,11 @@ def train_here(path: Path, overrides: Sequence[str], console: Console) -> int:
     return code
 
 
-def rank_command(path: Path, overrides: Sequence[str], *, processes: int) -> list[str]:
+def rank_command(
+    path: Path, overrides: Sequence[str], *, processes: int, module: str = "launch.train"
+) -> list[str]:
     """Return the command that starts `processes` ranks on this machine."""
-    rank = ["launch.train", str(path), *overrides]
+    rank = [module, str(path), *overrides]
     if processes == 1:
         return [sys.executable, "-m", *rank]
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "error"]
@@ -57,7 +60,7 @@ def rank_environment(processes: int) -> dict[str, str]:
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
     if not torch.cuda.is_available():
         defaults["DS_ACCELERATOR"] = "cpu"  # or deepspeed's launcher warns that it found no GPU
-    return defaults | os.environ | {PARENT: str(os.getpid())}
+    return defaults | os.environ | {PARENT: str(os.getpid()), RANKS: str(processes)}
 
 
 def spawn(config: Config, path: Path, overrides: Sequence[str], *, processes: int) -> int:

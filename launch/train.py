@@ -2,6 +2,7 @@
 
     deepspeed --module launch.train CONFIG.yaml [key=value ...]
     torchrun -m launch.train CONFIG.yaml [key=value ...]
+    srun python -m launch.train CONFIG.yaml [key=value ...]
 
 `roformer train` checks the config and starts this module, once a rank.
 """
@@ -10,6 +11,7 @@ import argparse
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,10 +21,12 @@ import torch
 import torch.distributed
 from rich.console import Console
 
-from configs.loader import load
-from configs.schema import Config
-from launch.errors import EXIT_OK, Failed, exit_code
-from launch.preflight import Prepared, fingerprints, prepare
+from configs.loader import ConfigError
+from launch.agreement import agree, attempt
+from launch.environment import adopt, check_ranks
+from launch.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, Failed, exit_code
+from launch.preflight import Prepared, fingerprints
+from launch.rank_log import RankLog
 from launch.run_folder import (
     DONE,
     PARENT,
@@ -41,7 +45,7 @@ from trainer import checkpoint
 from trainer.distributed import World, in_world, share_cores, world_from_environment
 from trainer.engine import Engine, init_distributed
 from trainer.loop import Data, Diverged, Settings, Trainer
-from trainer.metrics import MetricsFile, Recorder, measure_matmul_peak
+from trainer.metrics import MetricsFile, Recorder, measure_matmul_peak, sources_read
 from trainer.objectives import build_objective
 from trainer.preemption import Preempted, StopRequest
 from trainer.progress import Progress
@@ -58,10 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_intermixed_args(argv)
-    return exit_code(lambda: train(load(arguments.config, arguments.overrides)))
+    log = RankLog()
+    code = EXIT_FAILED
+    try:
+        code = exit_code(lambda: train(arguments.config, arguments.overrides, log))
+    except Exception:
+        traceback.print_exc()
+    if code in (EXIT_FAILED, EXIT_BAD_INPUT):
+        log.repeat_last_lines()
+    return code
 
 
-def train(config: Config) -> int:
+def train(path: Path, overrides: Sequence[str], log: RankLog) -> int:
     """Train to the end of the curriculum.
 
     Returns:
@@ -71,17 +83,26 @@ def train(config: Config) -> int:
     Raises:
         Preempted: When the only rank was asked to stop, after saving.
         Failed: When the loss is not finite.
+        ConfigError: When the config, or what it names, is not right; `Told` where many ranks are.
     """
-    parent = os.environ.get(PARENT)
-    stop = StopRequest(folder_of(config) / STOP, int(parent) if parent else None)
-    stop.install()
+    adopt(os.environ)
     has_launcher = in_world()
     world = world_from_environment()
+    mine = attempt(path, overrides, world)
+    if mine.config is not None:
+        config = mine.config
+        check_ranks(world.size, config.launch, os.environ)
+        parent = os.environ.get(PARENT)
+        stop = StopRequest(folder_of(config) / STOP, int(parent) if parent else None)
+        stop.install()
+        log.open(folder_of(config), world)
+    if world.size == 1 and mine.problems:
+        raise ConfigError(mine.problems)
     share_cores(world)
-    prepared = prepare(config, world.size)
     level = logging.WARNING if world.is_first else logging.ERROR
     logging.basicConfig(level=level, format="roformer: %(message)s")
-    init_distributed(world, timeout_s=config.engine.timeout_s)
+    init_distributed(world, timeout_s=mine.timeout_s)
+    prepared = agree(mine, world)
     console = Console(stderr=True, soft_wrap=True) if world.is_first else None
     try:
         with recording(prepared, world, console) as metrics:
@@ -158,6 +179,7 @@ def build_trainer(
             device=engine.device,
             flops=partial(training_flops, config.model, tokenizer.vocab_size, causal=causal),
             peak_flops=measure_matmul_peak(engine.device, DTYPES[config.engine.precision]),
+            sources=partial(sources_read, prepared.train, config.run.seed, config.data.lanes),
         ),
         progress=progress,
         stop=stop,

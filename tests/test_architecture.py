@@ -19,9 +19,11 @@ MAY_IMPORT = {
 IMPORTED_BY = {
     "deepspeed": {"trainer.engine"},
     "mlflow": {"trainer.tracking"},
-    "sentencepiece": {"data_pipeline.tokenizers"},
+    "sentencepiece": {"data_pipeline.sentencepieces"},
+    "rjieba": {"data_pipeline.wordpieces"},
+    "tokenizers": {"data_pipeline.wordpieces"},
     "omegaconf": {"configs.loader"},
-    "webdataset": {"data_pipeline.shards"},
+    "webdataset": {"data_pipeline.buckets"},
     "transformers": set(),
     "triton": {"model.kernels.rotary_triton"},
 }

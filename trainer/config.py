@@ -59,6 +59,8 @@ class StageConfig(Section):
     """Peak learning rate within this stage; null keeps `optimizer.lr`."""
     mask_rate: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Overrides `objective.mask_rate` within this stage."""
+    mixture: dict[str, NonNegativeFloat] | None = None
+    """Weights of the sources in `data.train` by name, others 0; null keeps theirs."""
 
 
 class CurriculumConfig(Section):

@@ -3,7 +3,7 @@
 Lengths and batches may go up and down from stage to stage (the paper's six stages do, table 4).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.config import CurriculumConfig, ObjectiveConfig, OptimizerConfig
@@ -22,6 +22,8 @@ class Stage:
     """Steps completed when it ends."""
     lr: float
     mask_rate: float
+    mixture: Mapping[str, float] | None = None
+    """Weights of the sources by name; None keeps those of `data.train`."""
 
     @property
     def num_steps(self) -> int:
@@ -61,6 +63,7 @@ def build_stages(
                 last_step=step + config.steps,
                 lr=optimizer.lr if config.lr is None else config.lr,
                 mask_rate=objective.mask_rate if config.mask_rate is None else config.mask_rate,
+                mixture=config.mixture,
             )
         )
         step += config.steps

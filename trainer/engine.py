@@ -134,6 +134,12 @@ class Engine:
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=adamw, config=config)
         self._accumulation = max_accumulation
 
+    @property
+    def module(self) -> nn.Module:
+        """The module itself."""
+        module: nn.Module = self._engine.module
+        return module
+
     # -- training ------------------------------------------------------------------------------
 
     def set_accumulation(self, accumulation: int) -> None:

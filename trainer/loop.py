@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 
 from data_pipeline.batch import Batch, Example, collate
-from data_pipeline.index import ShardIndex
 from data_pipeline.lanes import eval_rows
 from data_pipeline.loader import open_stream
+from data_pipeline.mixture import Mixture
+from data_pipeline.reading import Fault, Shards
 from data_pipeline.seeding import generator
 from model.loss import Loss
 from trainer import checkpoint
@@ -40,8 +41,8 @@ class Diverged(Exception):
 class Data:
     """The shards and how their rows become examples."""
 
-    train: ShardIndex
-    eval: ShardIndex | None
+    train: Mixture
+    eval: Shards | None
     lanes: int
     workers: int
     objective: Callable[[float], Objective]
@@ -86,12 +87,15 @@ class Trainer:
             Diverged: When the loss is not finite.
         """
         with self.progress:
-            for stage in remaining(self.stages, self.state.step):
-                with self.enter(stage) as (factors, rows):
-                    while self.state.step < stage.last_step:
-                        result = self.train_step(stage, factors, rows)
-                        self.record(stage, factors, result)
-                        self.save_or_stop(result)
+            try:
+                for stage in remaining(self.stages, self.state.step):
+                    with self.enter(stage) as (factors, rows):
+                        while self.state.step < stage.last_step:
+                            result = self.train_step(stage, factors, rows)
+                            self.record(stage, factors, result)
+                            self.save_or_stop(result)
+            finally:
+                self.progress.tell_skipped(self.state.skipped)
         self.save()
 
     def train_step(self, stage: Stage, factors: Factors, rows: Iterator[Example]) -> StepResult:
@@ -112,7 +116,10 @@ class Trainer:
             grad_norm = self.engine.step(lr)
             total += float(loss.total.detach())
             correct += float(loss.correct)
-        total, correct, stop = self.sum(total, correct, self.stop.requested)
+        faults = [fault for batch in batches for fault in batch.faults]
+        total, correct, stop, skips = self.sum(total, correct, self.stop.requested, len(faults))
+        if skips:
+            self.note_skipped(faults)
         if not math.isfinite(total):
             raise Diverged(
                 f"the loss of step {self.state.step} (stage {stage.name}, learning rate {lr:.3g}) "
@@ -145,7 +152,7 @@ class Trainer:
         self.engine.set_accumulation(factors.accumulation)
         self.progress.enter(stage, factors)
         rows = open_stream(
-            self.data.train,
+            self.data.train.weighed(stage.mixture),
             seed=self.settings.seed,
             lanes=self.data.lanes,
             seq_len=stage.seq_len,
@@ -176,10 +183,12 @@ class Trainer:
         rows = eval_rows(self.data.eval, seq_len=seq_len)
         turn_rows = self.world.size * max(1, self.settings.engine.device_tokens // seq_len)
         total = correct = targets = 0.0
+        skipped: dict[str, int] = {}
         self.engine.train(False)
         with torch.no_grad():
             while turn := list(islice(rows, turn_rows)):
                 mine = turn[self.world.rank :: self.world.size]
+                skipped |= {fault.shard: fault.samples for row in turn for fault in row.faults}
                 batch = collate([self.data.eval_objective(row) for row in mine])
                 loss = self.forward(batch)
                 total += float(loss.total)
@@ -192,6 +201,7 @@ class Trainer:
             "eval/accuracy": correct / max(targets, 1.0),
             "eval/targets": int(targets),
             "eval/seq_len": seq_len,
+            **({"eval/skipped": sum(n or 1 for n in skipped.values())} if skipped else {}),
         }
 
     def save_or_stop(self, result: StepResult) -> None:
@@ -226,11 +236,24 @@ class Trainer:
 
     def advance(self, stage: Stage, batches: Sequence[Batch]) -> None:
         """Count a global batch as consumed, and keep where its lanes go on."""
+        first_row = self.state.rows
         self.state.step += 1
         self.state.rows += stage.global_batch
         self.state.tokens += stage.step_tokens
+        shares = self.data.train.weighed(stage.mixture).shares(first_row, stage.global_batch)
+        for name, rows in zip(self.data.train.names, shares, strict=True):
+            self.state.source_tokens[name] = (
+                self.state.source_tokens.get(name, 0) + rows * stage.seq_len
+            )
         for batch in batches:
             self.state.cursors |= batch.cursors
+
+    def note_skipped(self, faults: Sequence[Fault]) -> None:
+        """Count what any rank has left out, and say why."""
+        of_all = [fault for mine in gather_from_ranks(faults) for fault in mine]
+        for fault in self.state.count_skipped(of_all):
+            more = f" (and {fault.samples - 1} samples more)" if fault.samples > 1 else ""
+            self.progress.say(f"left out: {fault.reason}{more}")
 
     def learning_rate(self, stage: Stage) -> float:
         """Return the learning rate of the update that ends at this step."""

@@ -17,10 +17,11 @@ from typing import Self
 
 import torch
 
+from data_pipeline.mixture import Mixture
 from trainer.curriculum import Factors, Stage
 from trainer.state import TrainState
 
-Value = float | int | str | None
+Value = float | int | str | None | dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class Recorder:
         device: torch.device,
         flops: Callable[[Sequence[int], int], int],
         peak_flops: float,
+        sources: "Callable[[TrainState], Mapping[str, Value]]" = lambda state: {},
     ) -> None:
         """Make it for one rank.
 
@@ -64,12 +66,14 @@ class Recorder:
             device: Whose memory is told.
             flops: Operations of a rank's step from the lengths of its pieces and its targets.
             peak_flops: FLOP/s that its device can reach.
+            sources: What of the data was read so far, see `sources_read`.
         """
         self._file = file
         self._every_steps = every_steps
         self._device = device
-        self._flops = flops
+        self.flops = flops
         self._peak_flops = peak_flops
+        self._sources = sources
         self._window: list[StepResult] = []
 
     def record(
@@ -88,7 +92,7 @@ class Recorder:
         steps, self._window = self._window, []
         targets = sum(step.targets for step in steps)
         seconds = sum(step.seconds for step in steps)
-        flops = sum(self._flops(s.lengths, round(s.targets / factors.world)) for s in steps)
+        flops = sum(self.flops(s.lengths, round(s.targets / factors.world)) for s in steps)
         record: dict[str, Value] = {
             "elapsed_s": round(state.elapsed_s, 3),
             "step": state.step,
@@ -108,12 +112,32 @@ class Recorder:
             "perf/data_wait_s": sum(step.waited_s for step in steps),
             "memory/peak_gib": peak_memory_gib(self._device),
             **evaluation,
+            **self._sources(state),
         }
         if result.batch_hash:
             record["data/hash"] = result.batch_hash
         if self._file is not None:
             self._file.write(record)
         return record
+
+
+def sources_read(mixture: Mixture, seed: int, lanes: int, state: TrainState) -> dict[str, Value]:
+    """Return tokens and epochs of each source, and what was left out, over the whole run.
+
+    Epochs of tars without an index are those of this rank's lanes, in whole shards.
+    """
+    read: dict[str, Value] = {}
+    for source, name in enumerate(mixture.names):
+        tokens = state.source_tokens.get(name, 0)
+        if name:
+            read[f"data/tokens/{name}"] = tokens
+        key = f"data/epochs/{name}" if name else "data/epochs"
+        read[key] = mixture.epochs(source, tokens, seed, lanes, state.cursors)
+    if state.skipped:
+        for kind in ("shards", "samples"):
+            read[f"data/skipped_{kind}"] = sum(count[kind] for count in state.skipped.values())
+        read["data/skipped"] = state.skipped
+    return read
 
 
 def hash_rows(digests: Sequence[Sequence[int]], *, first_row: int) -> str:

@@ -51,6 +51,7 @@ class MaskedLanguageModeling:
             rate=self.rate,
             vocab_size=self.tokenizer.vocab_size,
             whole_word=self.whole_word,
+            specials=self.tokenizer.specials,
         )
         return make_example(row, ids, targets, row.ids[targets])
 

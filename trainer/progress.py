@@ -59,6 +59,12 @@ class Progress:
             total = self._bars.tasks[0].total
             self.say(f"step {step}/{total:.0f}  {figures}{_evaluation(record)}")
 
+    def tell_skipped(self, skipped: Mapping[str, Mapping[str, int]]) -> None:
+        """Say what was left out of which shard, in the end."""
+        for shard, counts in sorted(skipped.items()):
+            parts = [f"{count} {what}" for what, count in counts.items() if count]
+            self.say(f"left out in all, of {shard}: {', '.join(parts)}")
+
     def say(self, text: str) -> None:
         """Print a line."""
         if self._console is not None:

@@ -1,10 +1,11 @@
 """How far a run has come: all that training must know to go on, beside weights and optimizer."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from data_pipeline.lanes import Cursor
+from data_pipeline.reading import Fault
 
 
 @dataclass
@@ -21,6 +22,10 @@ class TrainState:
     """Time spent training, over all starts."""
     cursors: dict[int, Cursor] = field(default_factory=dict)
     """Where each lane goes on; a rank knows those of its own lanes."""
+    source_tokens: dict[str, int] = field(default_factory=dict)
+    """Consumed tokens of each source of a mixture."""
+    skipped: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By shard, whether it was left out whole (1), and how many samples of it."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for state.json."""
@@ -32,4 +37,16 @@ class TrainState:
         """Read what `to_json` wrote."""
         cursors = {int(lane): Cursor(*cursor) for lane, cursor in data["cursors"].items()}
         names = ("step", "tokens", "rows", "elapsed_s")
-        return cls(**{name: data[name] for name in names}, cursors=cursors)
+        later = {name: data.get(name, {}) for name in ("source_tokens", "skipped")}
+        return cls(**{name: data[name] for name in names}, **later, cursors=cursors)
+
+    def count_skipped(self, faults: Iterable[Fault]) -> list[Fault]:
+        """Count what was left out, by shard; return what is new: a shard may be read many times."""
+        new = []
+        for fault in faults:
+            counts = self.skipped.setdefault(fault.shard, {"shards": 0, "samples": 0})
+            kind, count = ("samples", fault.samples) if fault.samples else ("shards", 1)
+            if count > counts[kind]:
+                counts[kind] = count
+                new.append(fault)
+        return new

@@ -17,8 +17,8 @@ def test_scalars_arrive_as_text() -> None:
         (DataConfig, {"workers": "-1"}),
         (DataConfig, {"lane": "3"}),
         (CorpusConfig, {"shard_mib": "inf"}),
-        (TokenizerConfig, {"kind": "wordpiece"}),
-        (TokenizerConfig, {"vocab_size": None}),
+        (TokenizerConfig, {"kind": "word"}),
+        (TokenizerConfig, {"normalizer": None}),
     ],
 )
 def test_wrong_values_are_refused(section: type, fields: dict[str, str]) -> None:

@@ -12,8 +12,7 @@ import webdataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.archive import read_members
-from data_pipeline.index import ShardIndex, load_index, read_shard, verify
+from data_pipeline.index import ShardIndex, load_index, read_arrays, read_shard, verify
 from tests.data_pipeline.plain import read_plainly
 
 
@@ -118,7 +117,7 @@ def test_any_flipped_bit_or_cut_is_found(index: ShardIndex, data: st.DataObject)
     flipped[place] ^= 1 << bit
     for damaged in (bytes(flipped), content[:place]):
         try:
-            read = list(read_members(damaged, "uint16", "x"))
+            read = list(read_arrays(damaged, "uint16", "x"))
         except ValueError:
             continue
         # Only the ids themselves have no redundancy of their own: these, sha256 proves.

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import lanes as lanes_module
 from data_pipeline.index import ShardIndex, ShardInfo, read_shard
 from data_pipeline.lanes import START, Cursor, Lane, deal, eval_rows
-from data_pipeline.tokenizers import Specials
+from data_pipeline.reading import Documents
+from data_pipeline.specials import STANDARD
 
 
 def fake_index(tokens: list[int]) -> ShardIndex:
@@ -57,11 +57,6 @@ def test_each_epoch_and_seed_is_dealt_anew() -> None:
     assert len(dealt) == 9
 
 
-def test_fewer_shards_than_lanes_is_an_error(index: ShardIndex) -> None:
-    with pytest.raises(ValueError, match=r"has 14 shards, fewer than data\.lanes=15: lower"):
-        Lane(index, seed=0, lane=0, lanes=15).next_row(8)
-
-
 def epoch_tokens(index: ShardIndex) -> int:
     return index.tokens + 2 * index.docs
 
@@ -106,7 +101,9 @@ def test_tokens_do_not_depend_on_row_lengths_or_stops(
     assert (ids[:read] + rest)[:total] == expected[:total]
 
 
-def test_an_epoch_holds_every_document_once(index: ShardIndex) -> None:
+@pytest.mark.parametrize("lanes", [4, 14, 40, 200])
+def test_an_epoch_holds_every_document_once(index: ShardIndex, lanes: int) -> None:
+    """Also where shards, or even documents, are fewer than lanes."""
     stored = sorted(
         tuple(ids.tolist())
         for shard in range(len(index.shards))
@@ -115,11 +112,11 @@ def test_an_epoch_holds_every_document_once(index: ShardIndex) -> None:
     orders = set()
     for epoch in range(2):
         read = []
-        for number in range(4):
-            lane = Lane(index, seed=5, lane=number, lanes=4, cursor=Cursor(epoch, 0, 0, 0))
+        for number in range(lanes):
+            lane = Lane(index, seed=5, lane=number, lanes=lanes, cursor=Cursor(epoch, 0, 0, 0))
             ids: list[int] = []
-            while lane.cursor.epoch == epoch:
-                ids.extend(lane.next_row(1).ids.tolist())
+            while len((row := lane.next_row(64, last_epoch=epoch)).ids):
+                ids.extend(row.ids.tolist())
             for document in split_documents(ids):
                 read.append(tuple(document))
         assert sorted(read) == stored
@@ -131,9 +128,9 @@ def split_documents(ids: list[int]) -> list[list[int]]:
     """Undo [CLS] ids [SEP] end to end."""
     documents: list[list[int]] = []
     for token in ids:
-        if token == Specials.CLS:
+        if token == STANDARD.cls:
             documents.append([])
-        elif token != Specials.SEP:
+        elif token != STANDARD.sep:
             documents[-1].append(token)
     return documents
 
@@ -144,10 +141,10 @@ def test_pieces_are_documents(index: ShardIndex) -> None:
     for _ in range(60):
         row = lane.next_row(100)
         for piece in np.split(row.ids, np.cumsum(row.lengths)[:-1]):
-            assert (piece[0] == Specials.CLS) != open_piece
-            assert Specials.CLS not in piece[1:]
-            assert Specials.SEP not in piece[:-1]
-            open_piece = piece[-1] != Specials.SEP
+            assert (piece[0] == STANDARD.cls) != open_piece
+            assert STANDARD.cls not in piece[1:]
+            assert STANDARD.sep not in piece[:-1]
+            open_piece = piece[-1] != STANDARD.sep
 
 
 def test_one_shard_is_held_and_the_next_read_ahead(
@@ -155,11 +152,11 @@ def test_one_shard_is_held_and_the_next_read_ahead(
 ) -> None:
     reads: list[tuple[int, bool]] = []
 
-    def record(index: ShardIndex, shard: int) -> list[np.ndarray]:
+    def record(index: ShardIndex, shard: int) -> Documents:
         reads.append((shard, threading.current_thread() is threading.main_thread()))
-        return read_shard(index, shard)
+        return Documents(read_shard(index, shard))
 
-    monkeypatch.setattr(lanes_module, "read_shard", record)
+    monkeypatch.setattr(ShardIndex, "read", record)
     lane = Lane(index, seed=0, lane=0, lanes=1)
     order = deal(index, 0, 0, 1)[0]
     while lane.cursor.shard < 4:
@@ -186,12 +183,12 @@ def test_an_error_of_reading_ahead_arrives(
 ) -> None:
     second = deal(index, 0, 0, 1)[0][1]
 
-    def fail(index: ShardIndex, shard: int) -> list[np.ndarray]:
+    def fail(index: ShardIndex, shard: int) -> Documents:
         if shard == second:
             raise ValueError("shard: damaged")
-        return read_shard(index, shard)
+        return Documents(read_shard(index, shard))
 
-    monkeypatch.setattr(lanes_module, "read_shard", fail)
+    monkeypatch.setattr(ShardIndex, "read", fail)
     lane = Lane(index, seed=0, lane=0, lanes=1)
     while lane.cursor.shard == 0:
         lane.next_row(1)

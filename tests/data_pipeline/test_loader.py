@@ -12,17 +12,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.batch import Batch, Example, collate, make_example
-from data_pipeline.index import ShardIndex
+from data_pipeline.corpus import Document
+from data_pipeline.index import ShardIndex, read_shard
 from data_pipeline.lanes import Cursor, Lane, Row
 from data_pipeline.loader import TrainStream, open_stream
 from data_pipeline.masking import mask_tokens
 from data_pipeline.seeding import generator
+from data_pipeline.shards import write_shards
+from data_pipeline.specials import STANDARD
 from data_pipeline.tokenizers import Tokenizer
 
 SEED = 17
@@ -276,12 +280,73 @@ def test_lanes_that_cannot_be_shared_out(
         open_rank(index, transform, seq_len=8, lanes=lanes, world=world, workers=workers)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_too_few_shards_are_refused_at_once(
-    index: ShardIndex, transform: Callable[[Row], Example], workers: int
+def write(folder: Path, documents: list[list[str]], tokenizer: Tokenizer) -> ShardIndex:
+    """Write shards of exactly these documents."""
+    shards = [
+        write_shards(
+            [Document(text, text) for text in texts],
+            tokenizer,
+            folder / str(number),
+            seed=0,
+            min_shards=1,
+            shard_mib=64,
+            workers=1,
+        )
+        for number, texts in enumerate(documents)
+    ]
+    infos = tuple(
+        shard.shards[0].model_copy(update={"url": f"{number}/{shard.shards[0].url}"})
+        for number, shard in enumerate(shards)
+    )
+    sums = {name: sum(getattr(shard, name) for shard in shards) for name in ("docs", "tokens")}
+    return shards[0].model_copy(update={"folder": folder, "shards": infos, **sums})
+
+
+@pytest.mark.parametrize("lanes", [2, 4, 16])
+def test_ranks_with_very_different_shards_take_the_same_number_of_rows(
+    tmp_path: Path, transform: Callable[[Row], Example], tokenizer: Tokenizer, lanes: int
 ) -> None:
-    with pytest.raises(ValueError, match=r"14 shards, fewer than data\.lanes=16"):
-        open_rank(index, transform, seq_len=8, lanes=16, workers=workers)
+    sizes = (100, 10, 50, 1)
+    texts = [[f"words of {n} in {s}" for n in range(size)] for s, size in enumerate(sizes)]
+    index = write(tmp_path, texts, tokenizer)
+    seen: set[bytes] = set()
+    for rank in range(2):
+        stream = open_rank(index, transform, seq_len=16, lanes=lanes, rank=rank, world=2)
+        examples = list(islice(stream, 400))
+        assert len(examples) == 400
+        assert {example.lane % 2 for example in examples} == {rank}
+        epochs = [example.cursor.epoch for example in examples]
+        assert max(epochs) > 1
+        seen |= {unmasked_row.tobytes() for unmasked_row in split_at_documents(examples)}
+    assert len(seen) == sum(sizes)
+
+
+def split_at_documents(examples: list[Example]) -> list[np.ndarray]:
+    """Return every whole document of each lane of examples, unmasked."""
+    found = []
+    for lane in {example.lane for example in examples}:
+        ids = np.concatenate([unmask(example) for example in examples if example.lane == lane])
+        parts = np.split(ids, np.flatnonzero(ids == STANDARD.cls))
+        found += [part for part in parts[1:] if part[-1] == STANDARD.sep]
+    return found
+
+
+def unmask(example: Example) -> np.ndarray:
+    ids = example.input_ids.copy()
+    ids[example.target_index] = example.targets
+    return ids
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_one_document_for_more_ranks_and_lanes(
+    tmp_path: Path, transform: Callable[[Row], Example], tokenizer: Tokenizer, world: int
+) -> None:
+    index = write(tmp_path, [["a single document"]], tokenizer)
+    (document,) = read_shard(index, 0)
+    for rank in range(world):
+        stream = open_rank(index, transform, seq_len=len(document) + 2, rank=rank, world=world)
+        for example in islice(stream, 20):
+            assert unmask(example).tolist() == [STANDARD.cls, *document.tolist(), STANDARD.sep]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

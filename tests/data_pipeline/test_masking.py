@@ -4,7 +4,8 @@ import pytest
 from data_pipeline.corpus import Document
 from data_pipeline.masking import mask_tokens
 from data_pipeline.seeding import generator
-from data_pipeline.tokenizers import NUM_SPECIALS, Specials, Tokenizer
+from data_pipeline.specials import NUM_SPECIALS, STANDARD
+from data_pipeline.tokenizers import Tokenizer
 
 ROW = 512
 NUM_ROWS = 2200  # more than a million tokens
@@ -15,7 +16,7 @@ TOLERANCE = 0.003
 def stream(documents: list[Document], tokenizer: Tokenizer) -> np.ndarray:
     """Wrapped documents end to end, [NUM_ROWS, ROW]."""
     wrapped = [
-        np.array([Specials.CLS, *tokenizer.encode(document.text), Specials.SEP])
+        np.array([STANDARD.cls, *tokenizer.encode(document.text), STANDARD.sep])
         for document in documents
     ]
     return np.resize(np.concatenate(wrapped), (NUM_ROWS, ROW))
@@ -46,7 +47,7 @@ def test_rates_over_a_million_tokens(
         assert masked.max() < tokenizer.vocab_size
         num_tokens += ROW - is_special.sum()
         num_targets += len(targets)
-        num_masked += (masked[targets] == Specials.MASK).sum()
+        num_masked += (masked[targets] == STANDARD.mask).sum()
         num_kept += (masked[targets] == ids[targets]).sum()
     assert num_tokens > 10**6
     assert abs(num_targets / num_tokens - rate) < TOLERANCE

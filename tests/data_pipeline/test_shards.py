@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline import shards
+from data_pipeline import tokenizing
 from data_pipeline.corpus import Document
 from data_pipeline.index import ShardIndex, load_index, read_shard, verify
 from data_pipeline.shards import write_shards
@@ -62,7 +62,7 @@ def test_the_number_of_processes_changes_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shards, "BATCH_CHARACTERS", 5000)  # several batches for each process
+    monkeypatch.setattr(tokenizing, "BLOCK_BYTES", 5000)  # several batches for each process
     write(documents, tokenizer, tmp_path / "again", workers=workers)
     assert contents(tmp_path / "again") == contents(index.folder)
 
@@ -124,22 +124,6 @@ def test_documents_without_ids_are_kept(tmp_path: Path) -> None:
     index = write([Document(str(n), "x") for n in range(4)], Mute(), tmp_path / "m", min_shards=4)
     assert (index.docs, index.tokens) == (4, 0)
     assert verify(index.folder) == []
-
-
-def test_progress_counts_documents_and_tokens(
-    documents: list[Document],
-    tokenizer: Tokenizer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(shards, "BATCH_CHARACTERS", 5000)
-    seen: list[tuple[int, int]] = []
-    index = write(
-        documents, tokenizer, tmp_path / "p", progress=lambda *counts: seen.append(counts)
-    )
-    assert len(seen) > 5
-    assert seen == sorted(seen)
-    assert seen[-1] == (index.docs, index.tokens)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

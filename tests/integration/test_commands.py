@@ -1,5 +1,6 @@
 """Single runs as a user starts, stops and breaks them."""
 
+import json
 import os
 import signal
 import subprocess
@@ -46,6 +47,20 @@ def test_a_signal_saves_and_exits_75_and_the_next_start_goes_on(tiny_config, to_
     steps = [record["step"] for record in read_records(folder)]
     assert steps == list(range(1, 88))  # goes on at the next step, and none is done twice
     assert len({record["data/hash"] for record in read_records(folder)}) == 87
+
+
+def test_profile_shows_the_parts_of_a_step_on_two_ranks(tiny_config):
+    """And makes nothing but the trace."""
+    trace = tiny_config.parent / "trace.json"
+    command = ("profile", tiny_config, "launch.num_processes=2", "engine.zero_stage=2")
+    done = roformer(*command, "--steps=2", f"--trace={trace}")
+    assert done.returncode == 0, done.stdout
+    for part in ("matmul", "attention", "rotary", "head", "optimizer", "communication", "data"):
+        assert f"│ {part} " in done.stdout, done.stdout
+    assert "MFU" in done.stdout
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert any(event.get("name") == "part: communication" for event in events)
+    assert not (tiny_config.parent / "runs").exists()
 
 
 def test_a_loss_that_is_no_number_ends_the_run_with_a_message(tiny_config):

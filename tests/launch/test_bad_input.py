@@ -118,7 +118,6 @@ def test_verify_finds_damage(building, tmp_path, capsys):
     [
         ("data.train=NOWHERE", "NOWHERE"),
         ("data.train=", "data.train"),
-        ("data.lanes=16", "8 shards are fewer than data.lanes=16"),
         ("data.workers=3", "8 lanes don't divide over 1 ranks x 3 loader workers"),
         ("tokenizer.kind=unigram tokenizer.model=gone.model", "gone.model"),
         ("engine.precision=fp16", "fp16 needs a GPU"),
@@ -144,18 +143,40 @@ def test_compiling_without_a_compiler(tiny_config, capsys, monkeypatch):
     assert "C++ compiler" in line
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--stage=middle", "--stage middle: the curriculum has"),
+        ("--steps=0", "--steps 0: at least 1"),
+        ("--trace=FILE/trace.json", "no folder that can be written to"),
+    ],
+)
+def test_profiles_that_cannot_start(tiny_config, tmp_path, capsys, option, said):
+    file = tmp_path / "FILE"
+    file.write_text("")
+    (line,) = problems(capsys, "profile", tiny_config, option.replace("FILE", str(file)))
+    assert said in line
+
+
 def test_another_tokenizer_than_the_shards(building, tiny_config, capsys, tmp_path):
     assert main(["tokenizer", str(building)]) == 0
     capsys.readouterr()
     tokenizer = [f"tokenizer.model={tmp_path / 't.model'}", "tokenizer.kind=unigram"]
-    lines = problems(capsys, "train", tiny_config, *tokenizer)
+    (line,) = problems(capsys, "train", tiny_config, *tokenizer)
+    assert "has vocab_size 290, and the config says tokenizer.vocab_size=8000" in line
+    lines = problems(capsys, "train", tiny_config, *tokenizer, "tokenizer.vocab_size=null")
     assert len(lines) == 2  # train and eval
     assert all("another tokenizer" in line for line in lines)
 
 
 def test_everything_that_stops_a_run_is_said_at_once(tiny_config, capsys):
     lines = problems(
-        capsys, "train", tiny_config, "data.eval=NOWHERE", "data.lanes=16", "engine.precision=fp16"
+        capsys,
+        "train",
+        tiny_config,
+        "data.eval=NOWHERE",
+        "data.train=GONE",
+        "engine.precision=fp16",
     )
     assert len(lines) == 3
 
@@ -167,7 +188,7 @@ def test_a_name_that_is_another_run(tiny_config, tiny_shards, tmp_path, capsys):
 
     data = json.loads((tiny_shards / "train" / "index.json").read_text())
     prepared = prepare(load(tiny_config), 1)
-    assert prepared.train.tokens == data["tokens"]
+    assert prepared.train.sources[0].tokens == data["tokens"]
     open_folder(prepared.config, fingerprints(prepared.tokenizer, prepared.train, prepared.eval))
     before = tree(tmp_path)
     (line,) = problems(capsys, "train", tiny_config, "model.num_layers=3")

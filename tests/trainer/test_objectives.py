@@ -2,7 +2,8 @@ import numpy as np
 
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.lanes import Cursor, Row
-from data_pipeline.tokenizers import NUM_SPECIALS, Specials, load_tokenizer
+from data_pipeline.specials import NUM_SPECIALS, STANDARD
+from data_pipeline.tokenizers import load_tokenizer
 from trainer.config import ObjectiveConfig
 from trainer.objectives import build_objective
 
@@ -37,7 +38,7 @@ def test_masked_targets_are_the_original_ids():
     assert len(example.targets) > 0
     assert (example.targets == row.ids[example.target_index]).all()
     shown = example.input_ids[example.target_index]
-    assert (shown == Specials.MASK).any()
+    assert (shown == STANDARD.mask).any()
     untouched = np.setdiff1d(np.arange(len(row.ids)), example.target_index)
     assert (example.input_ids[untouched] == row.ids[untouched]).all()
 

@@ -1,0 +1,59 @@
+"""Shards at s3://, through s3fs, from moto's server on loopback."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from data_pipeline.index import ShardIndex, load_index, read_shard
+from data_pipeline.sources import Patience, SourceError, chunks, expand, stat
+
+HASTY = Patience(connect_s=5.0, read_s=10.0, retries=1, pause_s=0.01)
+
+
+@pytest.fixture(scope="module")
+def bucket(index: ShardIndex) -> Iterator[str]:
+    """Put the shards into a bucket; return its URL."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "hunter1")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_ENDPOINT_URL_S3", f"http://{host}:{port}")
+        import s3fs
+
+        fs = s3fs.S3FileSystem()
+        fs.mkdir("bucket")
+        for path in sorted(index.folder.iterdir()):
+            fs.put_file(str(path), f"bucket/train/{path.name}")
+        yield "s3://bucket/train"
+    server.stop()
+
+
+def test_an_index_and_its_shards_are_read(bucket: str, index: ShardIndex) -> None:
+    remote = load_index(bucket, HASTY)
+    assert remote.sha256 == index.sha256
+    for shard in range(3):
+        expected = read_shard(index, shard)
+        for ids, same in zip(read_shard(remote, shard), expected, strict=True):
+            assert ids.tolist() == same.tolist()
+
+
+def test_patterns_and_sizes(bucket: str, index: ShardIndex) -> None:
+    urls = expand(f"{bucket}/shard-*.tar", HASTY)
+    assert urls == [f"{bucket}/{info.url}" for info in index.shards]
+    facts = stat(urls[0], HASTY)
+    assert facts.size == index.shards[0].bytes
+    assert facts.version
+
+
+def test_what_is_not_there_is_one_line(bucket: str) -> None:
+    with pytest.raises(SourceError, match=r"^s3://bucket/train/x\.tar: byte 0: does not exist$"):
+        list(chunks(f"{bucket}/x.tar", HASTY))
+    with pytest.raises(SourceError, match="no file matches"):
+        expand(f"{bucket}/x-*.tar", HASTY)

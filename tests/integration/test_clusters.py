@@ -1,0 +1,131 @@
+"""The long form of what is proven on clusters: `make test-clusters`, minutes on two cores."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.processes import ROOT, read_records
+from tests.integration.test_hosts import on_first_host
+from tests.integration.test_resume import assert_same_curve, run
+from tests.integration.test_slurm import by_step, log_of, submit_run, wait_for_steps
+from tests.slurm import obstacle, slurm_cluster, start_sshd, wait_for
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.xdist_group("slurm"),
+    pytest.mark.skipif(obstacle() is not None, reason=str(obstacle())),
+]
+
+LONGER = ("curriculum.stages.0.steps=100", "optimizer.lr=1e-4")
+ENDLESS = ("curriculum.stages.0.steps=5000", "optimizer.lr=1e-4")
+MLFLOW = "tracking.mlflow.uri=sqlite:///${run.dir}/mlflow.db"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with slurm_cluster(tmp_path_factory.mktemp("clusters") / "cluster", nodes=4) as running:
+        yield running
+
+
+@pytest.fixture
+def submit(cluster, tiny_config, monkeypatch):
+    return submit_run(cluster, tiny_config, monkeypatch)
+
+
+def nothing_runs(cluster) -> bool:
+    return not [line for node in cluster.names for line in cluster.processes(node)]
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (4, 1)])
+def test_nodes_and_ranks_have_the_curve_of_one_rank(cluster, submit, tiny_config, nodes, ranks):
+    job, folder = submit(f"launch.nodes={nodes}", f"launch.num_processes={ranks}", *LONGER)
+    assert cluster.wait(job)["JobState"] == "COMPLETED", log_of(folder)
+    assert nothing_runs(cluster)
+    assert_same_curve(by_step(folder), run(tiny_config, "one", 1, *LONGER))
+
+
+def test_a_real_time_limit_cuts_a_run_into_slices_of_one_curve(cluster, submit, tiny_config):
+    from mlflow import MlflowClient
+
+    limits = ("launch.slurm.time=2:00", "launch.slurm.signal_s=30")
+    long = ("curriculum.stages.0.steps=3000", "optimizer.lr=1e-5")
+    job, folder = submit("launch.nodes=2", *long, *limits, "checkpoint.every_steps=0", MLFLOW)
+    ended = cluster.wait(job, timeout_s=1200)
+    assert ended["JobState"] == "COMPLETED", log_of(folder)
+    assert int(ended["Restarts"]) >= 1
+    assert len(read_records(folder)) == 3007
+    assert_same_curve(by_step(folder), run(tiny_config, "one", 1, *long))
+    client = MlflowClient(f"sqlite:///{folder.parent}/mlflow.db")
+    (experiment,) = [e for e in client.search_experiments() if e.name == "roformer"]
+    (tracked,) = client.search_runs([experiment.experiment_id])
+    assert tracked.info.status == "FINISHED"
+    assert len(client.get_metric_history(tracked.info.run_id, "train/loss")) == 3007
+
+
+def test_a_job_preempted_by_a_higher_partition_saves_and_comes_back(cluster, submit):
+    job, folder = submit("launch.nodes=4", "curriculum.stages.0.steps=400")
+    wait_for_steps(cluster, job, folder, 3)
+    cluster.run("srun", "--partition=high", "--nodes=4", "--exclusive", "sleep", "1")
+    ended = cluster.wait(job)
+    assert ended["JobState"] == "COMPLETED", log_of(folder)
+    assert ended["Restarts"] == "1"
+    steps = [record["step"] for record in read_records(folder)]
+    assert steps == list(range(1, 408))
+
+
+def test_a_node_that_loses_power_costs_what_was_not_saved(cluster, submit, tiny_config):
+    job, folder = submit("launch.nodes=2", "checkpoint.every_steps=10", *LONGER)
+    wait_for_steps(cluster, job, folder, 15)
+    lost = cluster.job(job)["NodeList"].replace("[", "").partition("-")[0]
+    cluster.crash(lost)
+    wait_for("the requeue", lambda: cluster.job(job)["JobState"] != "RUNNING", 120)
+    cluster.boot(lost)
+    ended = cluster.wait(job)
+    assert ended["JobState"] == "COMPLETED", log_of(folder)
+    assert int(ended["Restarts"]) >= 1
+    assert_same_curve(by_step(folder), run(tiny_config, "one", 1, *LONGER))
+    assert nothing_runs(cluster)
+
+
+def test_an_array_of_two_seeds_is_a_study(cluster, submit):
+    seeds = ("compare.seeds=[1,2]", "run.name=seeds", MLFLOW)
+    job, folder = submit("--array", "seeds", *seeds)
+    wait_for("both seeds", lambda: len(list(folder.glob("*/done"))) == 2, 240)
+    assert sorted(path.name for path in folder.glob("*-seed*")) == ["rope-seed1", "rope-seed2"]
+    one, two = (by_step(folder / f"rope-seed{n}") for n in (1, 2))
+    assert one[1]["data/hash"] != two[1]["data/hash"]
+    logs = sorted(path.name for path in folder.glob("slurm-*.log"))
+    assert logs == [f"slurm-{job}_0.log", f"slurm-{job}_1.log"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code"), [(["data.eval=nowhere"], "2:0"), (["optimizer.lr=1e30"], "1:0")]
+)
+def test_a_failing_job_ends_with_its_code_and_is_not_requeued(cluster, submit, overrides, code):
+    job, folder = submit("launch.nodes=2", "optimizer.clip_norm=0")
+    script = (folder / "launch.sh").read_text()
+    cluster.run("scancel", job)
+    cluster.wait(job)
+    broken = folder / "broken.sh"
+    broken.write_text(script.replace("overrides=(", f"overrides=({' '.join(overrides)} "))
+    (job,) = cluster.run("sbatch", "--parsable", broken).split()
+    ended = cluster.wait(job)
+    assert ended["JobState"] == "FAILED", log_of(folder)
+    assert ended["Restarts"] == "0"
+    assert ended["ExitCode"] == code or "143" in ended["ExitCode"], log_of(folder)
+    assert nothing_runs(cluster)
+
+
+def test_two_hosts_of_deepspeed_itself_and_without_ssh(cluster, tiny_config, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("n1 slots=1\nn2 slots=1\n")
+    ssh = start_sshd(cluster)
+    deepspeed = Path(sys.executable).parent / "deepspeed"
+    words = [deepspeed, "--hostfile", hosts, "--module", "launch.train", tiny_config]
+    (ROOT / ".deepspeed_env").unlink(missing_ok=True)
+    code, out = on_first_host(cluster, *words, "run.name=ssh", **ssh)
+    assert code == 0, out
+    (tmp_path / "runs").mkdir(exist_ok=True)
+    runs = tiny_config.parent / "runs"
+    assert (runs / "ssh" / "done").exists(), out
