@@ -72,7 +72,8 @@ def deepspeed_config(
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": accumulation * world,
-        "gradient_clipping": optimizer.clip_norm,
+        # without ZeRO in fp32 `Engine.step` clips, which needs the norm anyway
+        "gradient_clipping": 0.0 if _is_plain(engine) else optimizer.clip_norm,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
@@ -80,6 +81,11 @@ def deepspeed_config(
     if engine.precision != "fp32":
         ours[engine.precision] = {"enabled": True}
     return _overlaid(ours, engine.deepspeed.model_dump())
+
+
+def _is_plain(engine: EngineConfig) -> bool:
+    """Whether DeepSpeed leaves AdamW as it is."""
+    return engine.zero_stage == 0 and engine.precision == "fp32"
 
 
 def _overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,6 +139,9 @@ class Engine:
             set_z3_leaf_modules(module, [Layer], raise_if_not_found=False)
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=adamw, config=config)
         self._accumulation = max_accumulation
+        self._clip_norm = optimizer.clip_norm if _is_plain(engine) else 0.0
+        if engine.zero_stage == 0 and world.size == 1:  # it would copy all gradients, twice
+            self._engine.enable_backward_allreduce = False
 
     @property
     def module(self) -> nn.Module:
@@ -182,9 +191,15 @@ class Engine:
         if self._engine.optimizer is self._engine.basic_optimizer:  # ZeRO 0 in fp32 reports none
             gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients)
+            self._clip(norm)
         self._engine.step()
         reported = self._engine.get_global_grad_norm()
         return float(reported if norm is None and reported is not None else norm or 0.0)
+
+    def _clip(self, norm: Tensor) -> None:
+        if self._clip_norm:
+            parameters = self._engine.module.parameters()
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)
 
     # -- state ---------------------------------------------------------------------------------
 
