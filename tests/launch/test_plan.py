@@ -10,6 +10,7 @@ from launch.plan import activation_bytes, make_plan, print_plan, state_bytes
 from model.config import ModelConfig
 from model.heads import LanguageModel
 from model.linear_attention import LinearCore
+from model.pack import Pack
 from model.positions import RotaryPositions
 from trainer.config import EngineConfig
 
@@ -81,7 +82,7 @@ def test_linear_attention_keeps_about_what_the_plan_says(features, causal):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        core(*qkv.unbind(1), rotate=rotate, lengths=(512,))
+        core(*qkv.unbind(1), rotate=rotate, pack=Pack((512,)))
     kept.pop(qkv.untyped_storage().data_ptr(), None)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     assert (with_it - without) / softmax.num_layers == pytest.approx(measured, rel=0.25)
