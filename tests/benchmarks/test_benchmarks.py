@@ -2,11 +2,13 @@
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 
+from data_pipeline.batch import collate
 from tests.benchmarks import gpu, roofline, rotary, timing
 from tests.benchmarks.timing import Time
 
@@ -77,6 +79,21 @@ def test_every_rotary_form_gives_the_same():
     for name, tensors in found.items():
         for got, want in zip(tensors, found["eager"], strict=True):
             assert (got - want).abs().max() < 1e-5, name
+
+
+def test_the_streaming_benchmark_counts_masked_tokens(tmp_path):
+    from tests.benchmarks import streaming
+
+    index = streaming.write_shards(tmp_path / "train", shards=8, documents=3)
+    stream = streaming.open_ours(index, workers=1)
+    batches = (collate(list(islice(stream, 4))) for _ in iter(int, 1))
+    masked = next(batches)
+    assert masked.num_tokens == 4 * streaming.SEQ_LEN
+    assert masked.num_targets > 100
+    pids = [process.pid for process in stream._loading._workers]
+    rates = streaming.measure(((batch.num_tokens for batch in batches), lambda: pids), 2)
+    stream.close()
+    assert min(rates) > 0
 
 
 def test_rotary_and_roofline_run():
