@@ -161,6 +161,12 @@ class Lane:
         faults, self._faults = tuple(self._faults), []
         return Row(ids, tuple(lengths), self._name, start, self.cursor, faults, padding)
 
+    def documents_until(self, end: Cursor) -> Iterator[tuple[int, int]]:
+        """Yield the shard, and the ordinal in it, of each document from the cursor to `end`."""
+        while self.cursor < end and self._find_document(None) and self.cursor < end:
+            yield self._shard, int(self._order[self.cursor.document])
+            self._advance(1, 1)
+
     def _find_document(self, last_epoch: int | None) -> bool:
         """Open what the cursor points to, or the next that has a document; False at the end."""
         while last_epoch is None or self.cursor.epoch <= last_epoch:

@@ -15,11 +15,13 @@ from rich.console import Console
 
 from configs.schema import Config
 from data_pipeline.corpus import keep_in, read_documents, source_files, stop
+from data_pipeline.foreign import is_foreign, open_foreign, verify_foreign
 from data_pipeline.index import INDEX_NAME, load_index
 from data_pipeline.index import verify as verify_shards
+from data_pipeline.reading import Reading
 from data_pipeline.shards import Building, Layout, plan_building
 from data_pipeline.sources import redacted, stat
-from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
+from data_pipeline.tokenizers import BytesTokenizer, load_tokenizer, train_tokenizer
 from data_pipeline.tokenizing import Encoder, EncoderPool
 from launch.errors import EXIT_FAILED, EXIT_OK, Failed
 from launch.meter import metered, print_census, spinner
@@ -197,18 +199,21 @@ def _publish(
     print_census(console, census, errors)
 
 
-def verify(path: Path, console: Console) -> int:
-    """Check a folder of shards against its index."""
-    index = load_index(path)
-    problems = verify_shards(path)
+def verify(source: str, text_key: str, console: Console) -> int:
+    """Check shards against their index, or the structure of those that have none."""
+    if is_foreign(source):
+        shards = open_foreign(source, BytesTokenizer(), text_key, Reading())
+        documents, problems = verify_foreign(shards)
+        whole = f"{len(shards.urls)} shards without an index, {documents:,} documents"
+    else:
+        index = load_index(source)
+        problems = verify_shards(source)
+        whole = f"{len(index.shards)} shards, {index.docs:,} documents, {index.tokens:,} tokens"
     for problem in problems:
         console.print(f"verify: {problem}", style="red", highlight=False, markup=False)
     if problems:
         return EXIT_FAILED
-    console.print(
-        f"verify: {index.folder} is whole: {len(index.shards)} shards, {index.docs:,} documents, "
-        f"{index.tokens:,} tokens"
-    )
+    console.print(f"verify: {redacted(source)} is whole: {whole}", markup=False)
     return EXIT_OK
 
 

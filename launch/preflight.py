@@ -24,7 +24,7 @@ from data_pipeline.mixture import Mixture
 from data_pipeline.opening import open_reading, open_shards
 from data_pipeline.reading import Reading, Shards
 from data_pipeline.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer
-from launch.run_folder import data_problems, folder_problems
+from launch.run_folder import CHECKPOINTS, data_problems, folder_of, folder_problems
 from trainer import checkpoint
 from trainer.curriculum import Factors, Stage, batch_factors, build_stages
 
@@ -41,7 +41,9 @@ class Prepared:
     factors: tuple[Factors, ...]
     """How each stage's batch is cut on this world."""
     checkpoint: Path | None
-    """Where the run goes on from; None: it starts afresh."""
+    """Where the run goes on from, by sizes alone; None: it starts afresh."""
+    hosts: tuple[str, ...] = ()
+    """Where its ranks are, in rank order, each once."""
 
 
 def fingerprints(tokenizer: Tokenizer, train: Mixture, held_out: Shards | None) -> dict[str, Any]:
@@ -99,11 +101,15 @@ def prepare(config: Config, world: int, *, new_run: bool = True, here: bool = Tr
         problems += folder_problems(config)
     if new_run and tokenizer is not None and train is not None:
         problems += data_problems(config, fingerprints(tokenizer, train, held_out))
-    root = Path(config.run.dir) / config.run.name / "checkpoints"
-    resume_from = attempt(checkpoint.find, root, config.checkpoint.resume) if new_run else None
+    resume_from = attempt(_resume_from, config) if new_run else None
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return Prepared(config, tokenizer, train, held_out, stages, tuple(factors), resume_from)
+
+
+def _resume_from(config: Config) -> Path | None:
+    root = folder_of(config) / CHECKPOINTS
+    return checkpoint.find(root, config.checkpoint.resume, in_full=False)
 
 
 def _open(

@@ -276,6 +276,13 @@ class EvaluationConfig(Section):
     """Tokens a row when evaluating; null: the stage's own (curves then jump at stage ends)."""
 
 
+class TrainerConfig(Section):
+    """What training puts up with."""
+
+    max_bad_steps: PositiveInt = 10
+    """Steps in a row with a loss or gradient that is no number, each skipped, that end the run."""
+
+
 class CheckpointConfig(Section):
     """When a run is saved, how much is kept, and from where it goes on."""
 
@@ -283,8 +290,16 @@ class CheckpointConfig(Section):
     """Steps between saves, besides the one at the end; 0: only at the end."""
     keep: PositiveInt = 2
     """Newest checkpoints that stay."""
+    keep_every: NonNegativeInt = 0
+    """Those of each multiple of so many steps stay as well; 0: none."""
+    on_error: Literal["stop", "go_on"] = "stop"
+    """When the disk refuses one: end the run, or train on and try again at the next."""
     resume: Annotated[str, Field(min_length=1)] = "auto"
     """auto: the newest complete one; never: refuse a folder that has any; or a folder's path."""
+    allow_changes: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Keys or sections that shape the curve, and may differ from the last start's even so."""
+    grace_seconds: PositiveInt = 60
+    """Longest time from a request to stop to the end of the run, the save included."""
 
 
 class MlflowConfig(Section):
@@ -293,8 +308,24 @@ class MlflowConfig(Section):
     uri: str | None = "sqlite:///${run.dir}/mlflow.db"
     """Tracking store or server; null turns it off."""
     experiment: Annotated[str, Field(min_length=1)] = "roformer"
+    run_name: str | None = None
+    """What the run is called there, by ${...} of other keys; null: its folder's name."""
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Further tags of the run."""
+    system_metrics: bool = False
+    """Log the first host's processors, memory, disk, network and GPUs as well."""
     parent_run_id: str | None = None
     """The study's run, set by `roformer compare`."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """A config goes into run folders: no place for a password."""
+        address = (self.uri or "").partition("://")[2].partition("/")[0]
+        if "@" in address and not (self.uri or "").startswith("sqlite:"):
+            yield (
+                "uri",
+                "holds a user or password; set MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, in the environment",
+            )
 
 
 class TrackingConfig(Section):

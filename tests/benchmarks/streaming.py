@@ -256,12 +256,12 @@ def serve(folder: Path, port: "Queue[int]") -> None:
 def first_batches(folder: Path, rounds: int) -> None:
     """Compare a fresh start with one that goes on half-way through its shards, caches empty."""
     lanes = 4
-    index = write_shards(folder / "train", shards=2 * lanes, documents=33_000)
+    index = write_shards(folder / "train", shards=2 * lanes, documents=27_500)
     print(f"{len(index.shards)} shards of {index.shards[0].bytes / 2**20:.1f} MiB")
     stream = open_ours(index, 0, lanes=lanes)
     cursors: dict[int, Cursor] = {}
     rows = 0
-    while min((cursor.document for cursor in cursors.values()), default=0) < 15_000:
+    while min((cursor.document for cursor in cursors.values()), default=0) < 13_000:
         example = next(stream)
         cursors[example.lane] = example.cursor
         rows += 1

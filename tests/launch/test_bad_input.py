@@ -124,6 +124,13 @@ def test_verify_finds_damage(building, tmp_path, capsys):
     assert main(["verify", str(tmp_path / "shards")]) == 1
     assert shard.name in capsys.readouterr().out
     assert problems(capsys, "verify", tmp_path / "nowhere")
+    # without an index, the structure tells
+    (tmp_path / "shards" / "index.json").unlink()
+    assert main(["verify", str(tmp_path / "shards")]) == 0
+    shard.write_bytes(data[:-11_000])
+    assert main(["verify", f"{tmp_path}/shards/*.tar"]) == 1
+    assert "cut at byte" in capsys.readouterr().out
+    assert problems(capsys, "verify", f"{tmp_path}/shards/x*.tar")
 
 
 @pytest.mark.parametrize("command", ["train", "compare"])
