@@ -80,8 +80,10 @@ class _RankRows(IterableDataset):
         rows = count(self._first_row + worker * self._stride, num_workers * self._stride)
         lanes: dict[int, Lane] = {}
         try:
-            for row in islice(rows, self._num_lanes):  # what these read first, all at once
-                self._lane_of(row, lanes).fetch_ahead()
+            for row in islice(rows, self._num_lanes):
+                self._lane_of(row, lanes)
+            for lane in lanes.values():  # what they read first, all at once
+                lane.fetch_ahead()
             rows = count(self._first_row + worker * self._stride, num_workers * self._stride)
             for row in rows:
                 yield self._transform(self._lane_of(row, lanes).next_row(self._seq_len))

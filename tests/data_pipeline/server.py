@@ -37,6 +37,9 @@ class Server(ThreadingHTTPServer):
         self.stalled = threading.Event()
         self.closing = threading.Event()
 
+    def handle_error(self, *args: object) -> None:
+        """Say nothing of readers that have gone."""
+
     def url(self, fault: str, name: str) -> str:
         """Return a file's URL, with credentials that no message may tell."""
         return f"http://user:hunter2@127.0.0.1:{self.server_port}/{fault}/{name}?signature=hunter3"
