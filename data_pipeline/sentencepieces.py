@@ -8,6 +8,7 @@ import io
 import re
 from collections.abc import Iterable
 from hashlib import sha256
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -101,7 +102,7 @@ def train_sentencepiece(config: TokenizerConfig, lines: Iterable[str]) -> bytes:
     Raises:
         ValueError: Which says in one line why SentencePiece gives up.
     """
-    is_exact = config.normalizer == "identity"
+    keep_spaces: dict[str, Any] = {"add_dummy_prefix": False, "remove_extra_whitespaces": False}
     model = io.BytesIO()
     num_characters = 0
 
@@ -119,8 +120,7 @@ def train_sentencepiece(config: TokenizerConfig, lines: Iterable[str]) -> bytes:
             vocab_size=config.vocab_size,
             byte_fallback=True,
             normalization_rule_name=config.normalizer,
-            add_dummy_prefix=not is_exact,
-            remove_extra_whitespaces=not is_exact,
+            **(keep_spaces if config.normalizer == "identity" else {}),
             max_sentence_length=MAX_LINE_BYTES,
             num_threads=TRAINING_THREADS,
             pad_id=STANDARD.pad,

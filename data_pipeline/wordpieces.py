@@ -2,7 +2,8 @@
 
 jieba (without its hidden Markov model) cuts the text into words. A word of the vocabulary is one
 id; any other falls into its Chinese characters and the runs between them, and these into pieces by
-WordPiece. Ids are those of Hugging Face's RoFormerTokenizer, which uses the same two libraries.
+WordPiece. Ids are those of Hugging Face's RoFormerTokenizer, which uses the same two libraries, but
+for a special token that is typed in a text: there it becomes the special id, and here it is text.
 Text is cleaned and put into small letters, so it does not come back as it was.
 """
 

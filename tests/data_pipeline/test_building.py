@@ -1,10 +1,12 @@
 """Shards built in parts, by many processes, killed at any moment: always the same bytes."""
 
 import gzip
+import io
 import json
 import os
 import signal
 import sys
+import tarfile
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,6 +19,7 @@ from data_pipeline.index import ShardIndex, load_index, read_shard, verify
 from data_pipeline.shards import Building, Layout, plan_building, write_shards
 from data_pipeline.tokenizers import BytesTokenizer
 from data_pipeline.tokenizing import Encoder, EncoderPool
+from tests.data_pipeline.server import serving
 
 SMALL = {  # of everything many, in a text of some 100 kB
     (shards, "UNIT_BYTES"): 20_000,
@@ -267,3 +270,24 @@ def test_skipping_counts_what_is_left_out(small: None, tmp_path: Path, text: Pat
     stored = json.loads((index.folder / "index.json").read_text())["text"]
     assert (stored["bytes_per_token"], stored["unknown_rate"], stored["skipped"]) == (1.0, 0.0, 4)
     assert stored["bytes"] == index.tokens
+
+
+def test_a_corpus_of_tars_near_or_far_gives_the_same_shards(
+    tmp_path: Path, documents: list[Document]
+) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for number, document in enumerate(documents[:20]):
+            member = tarfile.TarInfo(f"{number:02d}.txt")
+            content = document.text.encode()
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    with serving(tmp_path) as server:
+        for name, source in (("near", f"{tmp_path}/x.tar"), ("far", server.url("ok", "x.tar"))):
+            layout = Layout(seed=3, min_shards=2, shard_mib=1)
+            building = plan_building(tmp_path / name, source_files([source]), ENCODER, layout)
+            with building.locked(shared=False), EncoderPool(ENCODER, 1) as pool:
+                building.tokenize(pool)
+                building.write()
+                index = building.publish()
+            assert sorted(documents_of(index)) == sorted(d.text.encode() for d in documents[:20])
+    assert contents(tmp_path / "near") == contents(tmp_path / "far")
