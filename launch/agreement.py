@@ -8,7 +8,7 @@ well, so that none waits for it in vain.
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,10 @@ def agree(mine: Attempt, world: World) -> Prepared:
     Raises:
         Told: On all ranks, where any has a problem or differs; the first has said which.
     """
-    lines: list[str] = []
+    everyone = [(socket.gethostname(), mine.problems, mine.facts)]
     if world.size > 1:
-        lines = differences(gather_from_ranks((socket.gethostname(), mine.problems, mine.facts)))
+        everyone = gather_from_ranks(everyone[0])
+    lines = differences(everyone)
     if lines:
         if world.is_first:
             for line in lines:
@@ -76,7 +77,7 @@ def agree(mine: Attempt, world: World) -> Prepared:
         barrier()  # a launcher ends the others as soon as one has ended
         raise Told(EXIT_BAD_INPUT)
     assert mine.prepared is not None
-    return mine.prepared
+    return replace(mine.prepared, hosts=tuple(dict.fromkeys(host for host, _, _ in everyone)))
 
 
 def differences(everyone: Sequence[tuple[str, Sequence[str], Mapping[str, str]]]) -> list[str]:

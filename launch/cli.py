@@ -34,14 +34,13 @@ def _shards(arguments: argparse.Namespace, console: Console) -> int:
 def _verify(arguments: argparse.Namespace, console: Console) -> int:
     from launch.build import verify
 
-    return verify(arguments.path, console)
+    return verify(arguments.source, arguments.text_key, console)
 
 
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
-    from configs.loader import load
-    from launch.plan import print_plan
+    from launch.plan_page import plan
 
-    return print_plan(load(arguments.config, arguments.overrides), console)
+    return plan(arguments, console)
 
 
 def _train(arguments: argparse.Namespace, console: Console) -> int:
@@ -77,6 +76,18 @@ def _launch(arguments: argparse.Namespace, console: Console) -> int:
     return launch(arguments, console)
 
 
+def _doctor(arguments: argparse.Namespace, console: Console) -> int:
+    from launch.doctor import doctor
+
+    return doctor(arguments, console)
+
+
+def _dashboard(arguments: argparse.Namespace, console: Console) -> int:
+    from launch.dashboard import dashboard
+
+    return dashboard(arguments, console)
+
+
 def _report(arguments: argparse.Namespace, console: Console) -> int:
     from launch.compare import report
 
@@ -97,6 +108,7 @@ CONFIGURED: dict[str, tuple[Callable[[argparse.Namespace, Console], int], str]] 
     "train": (_train, "pre-train, or go on with a run"),
     "compare": (_compare, "train the arms of a paired study, and report"),
     "launch": (_launch, "train on the machines of Slurm or of a hostfile"),
+    "doctor": (_doctor, "say whether a run would start on its hosts"),
 }
 
 
@@ -131,11 +143,34 @@ def _launch_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _plan_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--ranks", type=_count, metavar="N", help="plan for so many ranks")
+    command.add_argument(
+        "--device",
+        choices=["v100", "a100-40", "a100", "h100", "h200", "b200"],
+        help="plan for devices that are not at hand",
+    )
+    command.add_argument(
+        "--rate", type=float, metavar="TFLOPS", help="time by this rate, in TFLOP/s a rank"
+    )
+    command.add_argument(
+        "--calibrate", action="store_true", help="time by a few steps of each stage, run here"
+    )
+
+
+def _doctor_options(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Ask the hosts of the hostfile, of the Slurm allocation that we are in, or this one: "
+        "versions, devices, memory, disk, ports, network, an all-reduce. Exit code 2 if the run "
+        "would fail."
+    )
+    command.add_argument("--hostfile", metavar="FILE", help="lines of `host slots=8`")
+
+
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of parts")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+    return int(text)
 
 
 def _profile_options(command: argparse.ArgumentParser) -> None:
@@ -156,6 +191,8 @@ OPTIONS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "shards": _shards_options,
     "profile": _profile_options,
     "launch": _launch_options,
+    "plan": _plan_options,
+    "doctor": _doctor_options,
 }
 """What a command takes besides a config and overrides."""
 
@@ -182,11 +219,13 @@ def build_parser() -> argparse.ArgumentParser:
             OPTIONS[name](command)
     command = commands.add_parser(
         "verify",
-        help="check a folder of shards against its index",
-        description="Check every byte of a folder of shards against its index.json; exit 1 where "
-        "shards are damaged, 2 where there is no index to read.",
+        help="check shards against their index, or others' tars by their structure",
+        description="Check every byte of shards against their index.json (a path or a URL, its own "
+        "or its folder's); or, without an index, the structure of tars and samples (names, "
+        "patterns, URLs). Exit 1 where there is damage, 2 where there is nothing to read.",
     )
-    command.add_argument("path", type=Path, metavar="INDEX_OR_DIR")
+    command.add_argument("source", metavar="INDEX_OR_SHARDS")
+    command.add_argument("--text-key", default="text", help="key of the text in json and jsonl")
     command.set_defaults(run=_verify)
     command = commands.add_parser(
         "report",
@@ -198,6 +237,25 @@ def build_parser() -> argparse.ArgumentParser:
         "folders", type=Path, nargs="+", metavar="RUN", help="a study's folder, or those of runs"
     )
     command.set_defaults(run=_report)
+    command = commands.add_parser(
+        "dashboard",
+        help="open MLflow's pages on the curves of runs",
+        description="Start MLflow's server on the store of runs or of a study, and print the "
+        "address of the chart that compares them; Ctrl-C ends it.",
+    )
+    command.add_argument(
+        "folders", type=Path, nargs="+", metavar="RUN", help="a study's folder, or those of runs"
+    )
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    command.add_argument("--port", type=int, default=5000, help="its port (5000)")
+    command.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name by which browsers on other machines may call this one",
+    )
+    command.set_defaults(run=_dashboard)
     command = commands.add_parser("export", help="write a run's weights as a Hugging Face folder")
     command.add_argument("run_folder", type=Path, metavar="RUN")
     command.add_argument("folder", type=Path, metavar="FOLDER")

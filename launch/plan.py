@@ -1,30 +1,29 @@
-"""`roformer plan`: what a config asks for, stage by stage, before anything is started.
+"""What a config asks for, stage by stage, before anything is started.
 
-Counted: batch factors, tokens, FLOPs (`model.flops`), parameters, bytes of the training state under
-ZeRO, checkpoint size. Estimated: activations, and time at the stated share of this machine's
-measured matmul rate.
+Counted: batch factors, tokens, FLOPs (`model.flops`), parameters, memory (`launch.memory`), bytes
+between ranks, checkpoint size. Where it does not fit, the smallest change that does is sought.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from configs.loader import ConfigError
 from configs.schema import Config
-from data_pipeline.tokenizers import load_tokenizer
-from launch.errors import EXIT_BAD_INPUT, EXIT_OK
-from launch.preflight import local_processes, prepare
+from launch.devices import communication_bytes
+from launch.memory import BYTES, Memory, activation_bytes, runtime_bytes, state_memory
 from model.config import ModelConfig
 from model.flops import training_flops
 from model.heads import LanguageModel
 from trainer.config import EngineConfig
 from trainer.curriculum import Factors, Stage, batch_factors, build_stages
-from trainer.metrics import measure_matmul_peak
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-ASSUMED_MFU = 0.4
+ALLOCATOR = {"cpu": 1.06, "gpu": 1.0}
+"""What an allocator holds, for each byte in use; glibc's gives little back."""
+USABLE = 0.95
+"""Share of a device's memory that a plan may fill."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,15 @@ class StagePlan:
     factors: Factors
     flops: int
     """Operations of the whole stage, all ranks."""
-    activation_bytes: int
-    """Kept for the backward pass of a micro-batch, one rank (estimate)."""
+    memory: Memory
+    """Of one rank."""
+    sent: int
+    """Bytes that one rank sends to others in a step."""
+
+    @property
+    def step_flops(self) -> float:
+        """Operations of a step, all ranks."""
+        return self.flops / self.stage.num_steps
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,6 @@ class Plan:
     world: int
     num_parameters: int
     vocab_size: int
-    state_bytes: int
-    """Weights, gradients, masters and moments of one rank."""
     checkpoint_bytes: int
     stages: tuple[StagePlan, ...]
 
@@ -56,12 +60,18 @@ class Plan:
         """Operations of the whole run."""
         return sum(plan.flops for plan in self.stages)
 
+    @property
+    def fullest(self) -> StagePlan:
+        """The stage that takes most memory."""
+        return max(self.stages, key=lambda plan: plan.memory.device)
 
-def make_plan(config: Config, *, world: int, vocab_size: int) -> Plan:
-    """Count what a config takes on `world` ranks."""
+
+def make_plan(config: Config, *, world: int, vocab_size: int, kind: str = "cpu") -> Plan:
+    """Count what a config takes on `world` ranks whose devices are of a kind, cpu or gpu."""
     with torch.device("meta"):
         model = LanguageModel(config.model, vocab_size=vocab_size)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    state = state_memory(num_parameters, config.engine, world)
     stages = []
     for stage in build_stages(config.curriculum, config.optimizer, config.objective):
         factors = batch_factors(
@@ -79,133 +89,118 @@ def make_plan(config: Config, *, world: int, vocab_size: int) -> Plan:
             round(share * stage.step_tokens),
             causal=causal,
         )
-        tokens = factors.micro_batch * stage.seq_len
-        activations = activation_bytes(
-            config.model, config.engine, vocab_size, tokens, share, causal=causal
+        activations = _activations(config, vocab_size, factors.micro_batch, stage.seq_len, share)
+        memory = replace(
+            state.times(ALLOCATOR[kind]),
+            activations=round(activations * ALLOCATOR[kind]),
+            runtime=runtime_bytes(config.engine, kind),
         )
-        stages.append(StagePlan(stage, factors, flops * stage.num_steps, activations))
+        sent = communication_bytes(
+            num_parameters,
+            config.engine,
+            world=world,
+            accumulation=factors.accumulation,
+            size=BYTES[config.engine.precision],
+        )
+        stages.append(StagePlan(stage, factors, flops * stage.num_steps, memory, sent))
     return Plan(
         world=world,
         num_parameters=num_parameters,
         vocab_size=vocab_size,
-        state_bytes=state_bytes(num_parameters, config.engine, world),
         checkpoint_bytes=12 * num_parameters,
         stages=tuple(stages),
     )
 
 
-def state_bytes(num_parameters: int, engine: EngineConfig, world: int) -> int:
-    """Return the bytes of weights, gradients, fp32 masters and moments that one rank holds.
-
-    ZeRO-1 parts masters and moments over the ranks, ZeRO-2 gradients as well, ZeRO-3 everything
-    (Rajbhandari et al., arXiv 1910.02054, section 5). In fp32, ZeRO keeps a second, parted copy of
-    the weights as masters.
-    """
-    low = BYTES[engine.precision]
-    stage = engine.zero_stage
-    has_masters = engine.precision != "fp32" or stage > 0
-    weights = low / (world if stage == 3 else 1)
-    gradients = low / (world if stage >= 2 else 1)
-    optimizer = (8 + 4 * has_masters) / (world if stage >= 1 else 1)
-    return round(num_parameters * (weights + gradients + optimizer))
+def _activations(config: Config, vocab_size: int, rows: int, seq_len: int, share: float) -> int:
+    # what does not shape them is left out, so that the search below finds them in the cache
+    engine = EngineConfig(
+        precision=config.engine.precision,
+        activation_checkpointing=config.engine.activation_checkpointing,
+        logits_mib=config.engine.logits_mib,
+    )
+    causal = config.objective.kind == "causal"
+    model = config.model.model_dump_json()
+    return _count_activations(
+        model, engine.model_dump_json(), vocab_size, rows, seq_len, share, causal
+    )
 
 
-def activation_bytes(
-    model: ModelConfig,
-    engine: EngineConfig,
-    vocab_size: int,
-    tokens: int,
-    share: float,
-    *,
-    causal: bool = False,
+@cache
+def _count_activations(
+    model: str, engine: str, vocab_size: int, rows: int, seq_len: int, share: float, causal: bool
 ) -> int:
-    """Estimate the bytes kept for the backward pass of `tokens` tokens.
+    settings = EngineConfig.model_validate_json(engine)
+    return activation_bytes(
+        ModelConfig.model_validate_json(model),
+        settings,
+        vocab_size,
+        [seq_len] * rows,
+        max(1, round(share * rows * seq_len)),
+        causal=causal,
+        max_targets=max(1, settings.logits_mib * 2**20 // (4 * vocab_size)),
+    )
 
-    Per layer and token: the inputs of four projections, q, k, v, two GELU tensors, two norms and
-    the attention's output. Linear attention adds its features in fp32, about 4 times over, and 8
-    times where it is causal. With activation checkpointing one tensor a layer, and one whole layer.
-    The head adds fp32 logits, their softmax and their gradient at targets.
+
+def smallest_change(
+    config: Config, *, world: int, vocab_size: int, kind: str, capacity: float
+) -> tuple[str, Plan] | None:
+    """Return the change that makes a plan fit `capacity` bytes a rank at the least cost of speed.
+
+    One key of the engine first, then two, then all that save memory; then more ranks. None where
+    nothing does.
     """
-    width, inner, size = model.hidden_size, model.intermediate_size, BYTES[engine.precision]
-    layer = tokens * (12 * width + 2 * inner) * size
-    if model.attention == "linear":
-        per_head = 8 * model.query_size + 4 * model.head_size if causal else 4 * model.query_size
-        layer += tokens * model.num_heads * per_head * 4
-    kept = model.num_layers * layer
-    if engine.activation_checkpointing:
-        kept = model.num_layers * tokens * width * size + layer
-    return round(kept + share * tokens * vocab_size * 12)
+
+    def plan_with(changes: Mapping[str, object], ranks: int) -> Plan | None:
+        engine = config.engine.model_copy(update=dict(changes))
+        if list(engine.problems()):
+            return None
+        changed = config.model_copy(update={"engine": engine})
+        plan = make_plan(changed, world=ranks, vocab_size=vocab_size, kind=kind)
+        return plan if plan.fullest.memory.device <= USABLE * capacity else None
+
+    options = list(_changes(config, world))
+    least = dict(options)  # of each key the last, which saves most
+    if plan_with(least, world) is not None:
+        for chosen in (*((one,) for one in options), *combinations(options, 2), least.items()):
+            changes = dict(chosen)
+            if len(changes) == len(chosen) and (plan := plan_with(changes, world)) is not None:
+                return _words(changes), plan
+    least |= {"zero_stage": 3}
+    for factor in (2**n for n in range(1, 11)):
+        ranks = world * factor
+        if all(stage.global_batch % ranks == 0 for stage in config.curriculum.stages):
+            if (plan := plan_with(least, ranks)) is not None:
+                return f"{ranks} ranks with {_words(least)}", plan
+    return None
 
 
-def print_plan(config: Config, console: Console) -> int:
-    """Print the plan of a config on this machine, and what it still lacks; return the exit code."""
-    world = local_processes(config)
-    try:
-        vocab_size = load_tokenizer(config.tokenizer).vocab_size
-    except (ValueError, OSError):
-        vocab_size = config.tokenizer.vocab_size or 8000  # what is wrong is told at the end
-    plan = make_plan(config, world=world, vocab_size=vocab_size)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.float32 if config.engine.precision == "fp32" else torch.bfloat16
-    rate = measure_matmul_peak(device, dtype) * (world if device.type == "cuda" else 1)
-    console.print(
-        f"plan: {config.run.name}, {plan.num_parameters / 1e6:,.1f} M parameters "
-        f"(vocabulary {vocab_size:,}), {world} rank{'s' * (world > 1)}, "
-        f"ZeRO-{config.engine.zero_stage}, {config.engine.precision}"
-    )
-    console.print(_stage_table(plan, rate))
-    console.print(
-        f"a rank holds {_gib(plan.state_bytes)} of state and at most "
-        f"{_gib(max(p.activation_bytes for p in plan.stages))} of activations (estimate); "
-        f"a checkpoint takes {_gib(plan.checkpoint_bytes)}"
-    )
-    seconds = plan.flops / (rate * ASSUMED_MFU)
-    console.print(
-        f"{plan.flops:.3g} FLOPs in all: about {_time(seconds)} at {ASSUMED_MFU:.0%} of the "
-        f"{rate / 1e9:,.0f} GFLOP/s that matmuls reach here now; evaluation and saving come on top"
-    )
-    try:
-        prepare(config, world, new_run=False)
-    except ConfigError as error:
-        for problem in error.problems:
-            console.print(f"not ready: {problem}", style="yellow")
-        return EXIT_BAD_INPUT
-    return EXIT_OK
+def _words(changes: Mapping[str, object]) -> str:
+    return " ".join(f"engine.{key}={_yaml(value)}" for key, value in changes.items())
 
 
-def _stage_table(plan: Plan, rate: float) -> Table:
-    table = Table(header_style="bold")
-    table.add_column("stage")
-    for name in ("length", "batch", "rows*acc*ranks", "steps", "tokens", "FLOPs", "time"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in plan.stages:
-        stage, factors = row.stage, row.factors
-        table.add_row(
-            stage.name,
-            f"{stage.seq_len:,}",
-            f"{stage.global_batch:,}",
-            f"{factors.micro_batch}*{factors.accumulation}*{factors.world}",
-            f"{stage.num_steps:,}",
-            _count(stage.num_steps * stage.step_tokens),
-            f"{row.flops:.2g}",
-            _time(row.flops / (rate * ASSUMED_MFU)),
-        )
-    return table
+def _changes(config: Config, world: int) -> Iterator[tuple[str, object]]:
+    """Yield keys of `engine` with values that save memory, the cheapest first."""
+    engine = config.engine
+    for stage in (1, 2):
+        if world > 1 and engine.zero_stage < stage:
+            yield "zero_stage", stage
+    tokens = engine.device_tokens // 2
+    while tokens >= _longest(config):
+        yield "device_tokens", tokens
+        tokens //= 2
+    if not engine.activation_checkpointing:
+        yield "activation_checkpointing", True
+    if world > 1 and engine.zero_stage < 3:
+        yield "zero_stage", 3
+    if engine.offload == "none" and (world > 1 or engine.zero_stage > 0):
+        yield "offload", "optimizer"
 
 
-def _count(number: float) -> str:
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.0f}"
+def _longest(config: Config) -> int:
+    lengths = [stage.seq_len for stage in config.curriculum.stages]
+    return max([*lengths, config.evaluation.seq_len or 0])
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("years", 31557600), ("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
+def _yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

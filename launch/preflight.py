@@ -16,7 +16,7 @@ import torch
 
 from configs.loader import ConfigError
 from configs.schema import Config
-from data_pipeline.config import SourceConfig
+from data_pipeline.config import DataConfig
 from data_pipeline.foreign import ForeignShards, first_document
 from data_pipeline.index import ShardIndex
 from data_pipeline.loader import check_split
@@ -42,6 +42,8 @@ class Prepared:
     """How each stage's batch is cut on this world."""
     checkpoint: Path | None
     """Where the run goes on from, by sizes alone; None: it starts afresh."""
+    hosts: tuple[str, ...] = ()
+    """Where its ranks are, in rank order, each once."""
 
 
 def fingerprints(tokenizer: Tokenizer, train: Mixture, held_out: Shards | None) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def prepare(config: Config, world: int, *, new_run: bool = True, here: bool = Tr
         attempt(read, f"data.train{f'.{number}' * bool(source.name)}", source.shards)
         for number, source in enumerate(config.data.sources)
     ]
-    train: Any = None if None in sources else _mixture(config.data.sources, sources)
+    train: Any = None if None in sources else _mixture(config.data, sources)
     held_out = attempt(read, "data.eval", config.data.eval) if config.data.eval else None
     attempt(check_split, config.data.lanes, world, config.data.workers)
     factors = [attempt(_factors, stage, config, world) for stage in stages]
@@ -130,9 +132,10 @@ def _open(
     return shards
 
 
-def _mixture(configs: list[SourceConfig], sources: list[Shards]) -> Mixture:
-    names = tuple(config.name for config in configs)
-    return Mixture(names, tuple(sources), tuple(config.weight for config in configs))
+def _mixture(data: DataConfig, sources: list[Shards]) -> Mixture:
+    names = tuple(source.name for source in data.sources)
+    weights = tuple(source.weight for source in data.sources)
+    return Mixture(names, tuple(sources), weights, data.packing)
 
 
 def _shard_problems(key: str, index: ShardIndex) -> Iterator[str]:

@@ -38,7 +38,7 @@ PACKAGES = ("roformer-pretraining", "torch", "deepspeed", "webdataset", "sentenc
 
 CURVE_SECTIONS = ("tokenizer", "model", "objective", "curriculum", "optimizer", "schedule")
 """Sections that shape the curve: another value of theirs is another run."""
-CURVE_KEYS = ("run.seed", "data.lanes", "data.text_key")
+CURVE_KEYS = ("run.seed", "data.lanes", "data.packing", "data.text_key")
 """So do these, and the data, which is known by its sha256 wherever it lies."""
 
 

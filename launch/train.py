@@ -336,7 +336,8 @@ def recording(
                 highlight=False,
                 markup=False,
             )
-    folder = open_folder(config, {**facts, "world": world.size})
+    place = {"hosts": list(prepared.hosts), "slurm_job": os.environ.get("SLURM_JOB_ID")}
+    folder = open_folder(config, {**facts, "world": world.size, **place})
     lock = lock_folder(folder)
     tracker = Tracker(folder, config.tracking.mlflow)
     tracker.start()

@@ -308,8 +308,24 @@ class MlflowConfig(Section):
     uri: str | None = "sqlite:///${run.dir}/mlflow.db"
     """Tracking store or server; null turns it off."""
     experiment: Annotated[str, Field(min_length=1)] = "roformer"
+    run_name: str | None = None
+    """What the run is called there, by ${...} of other keys; null: its folder's name."""
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Further tags of the run."""
+    system_metrics: bool = False
+    """Log the first host's processors, memory, disk, network and GPUs as well."""
     parent_run_id: str | None = None
     """The study's run, set by `roformer compare`."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """A config goes into run folders: no place for a password."""
+        address = (self.uri or "").partition("://")[2].partition("/")[0]
+        if "@" in address and not (self.uri or "").startswith("sqlite:"):
+            yield (
+                "uri",
+                "holds a user or password; set MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, in the environment",
+            )
 
 
 class TrackingConfig(Section):

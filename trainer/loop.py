@@ -230,7 +230,7 @@ class Trainer:
         """
         assert self.data.eval is not None
         seq_len = self.settings.evaluation.seq_len or stage.seq_len
-        rows = eval_rows(self.data.eval, seq_len=seq_len)
+        rows = eval_rows(self.data.eval, seq_len=seq_len, packing=self.data.train.packing)
         turn_rows = self.world.size * max(1, self.settings.engine.device_tokens // seq_len)
         total = correct = targets = 0.0
         skipped: dict[str, int] = {}

@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -192,6 +192,9 @@ class State:
 
     uri: str
     experiment: str
+    run_name: str | None = None
+    tags: dict[str, str] = field(default_factory=dict)
+    system_metrics: bool = False
     parent_run_id: str | None = None
     experiment_id: str | None = None
     run_id: str | None = None
@@ -241,6 +244,8 @@ class Delivery:
         if state is None or (state.uri, state.experiment) != (settings.uri, settings.experiment):
             state = State(settings.uri, settings.experiment)
         state.parent_run_id = settings.parent_run_id
+        state.run_name, state.tags = settings.run_name, settings.tags
+        state.system_metrics = settings.system_metrics
         state.status, state.closed = None, False
         state.write(folder)
         self.state = state
@@ -296,7 +301,7 @@ class Delivery:
                     state.experiment_id,
                     start_time=_modified_ms(self.folder / "config.yaml"),
                     tags={"roformer_key": state.key},
-                    run_name=self.folder.name,
+                    run_name=state.run_name or self.folder.name,
                 )
             )
             state.run_id = run.info.run_id
@@ -305,6 +310,8 @@ class Delivery:
         if state.parent_run_id:
             client.set_tag(state.run_id, "mlflow.parentRunId", state.parent_run_id)
         self._send_params(client, state.run_id)
+        for name, text in (read_tags(self.folder) | state.tags).items():
+            client.set_tag(state.run_id, metric_name(name), text[:MAX_TAG])
         return client
 
     def _send_params(self, client: "MlflowClient", run_id: str) -> None:
@@ -424,6 +431,26 @@ def read_params(folder: Path) -> dict[str, str]:
     return {metric_name(name): text[:MAX_PARAM] for name, text in leaves.items()}
 
 
+def read_tags(folder: Path) -> dict[str, str]:
+    """Where and from what a run was made: Slurm's job, hosts, git revision, config."""
+    facts = folder / "versions.json"
+    known = json.loads(facts.read_text()) if facts.exists() else {}
+    found = {"slurm.job_id": known.get("slurm_job"), "git": known.get("git")}
+    found["hosts"] = ", ".join(known.get("hosts") or []) or None
+    if (folder / "config.yaml").exists():
+        found["config"] = (folder / "config.yaml").read_text()
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def start_system_metrics(state: State) -> Callable[[], None]:
+    """Log what this host's devices do into the run, until what is returned is called."""
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+    monitor = SystemMetricsMonitor(state.run_id, resume_logging=True, tracking_uri=state.uri)
+    monitor.start()
+    return monitor.finish
+
+
 def main() -> int:
     """Follow the folder until rank 0 says how the run ended, or dies; 0 when all was delivered."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -434,6 +461,7 @@ def main() -> int:
     status: Status | None = None
     problem: str | None = None
     wait_s = 0.0
+    end_system_metrics: Callable[[], None] | None = None
     with open(0, "rb", buffering=0) as stdin:
         settings = MlflowConfig.model_validate_json(stdin.readline())
         while status is None:
@@ -449,7 +477,11 @@ def main() -> int:
                         1, fcntl.LOCK_EX | fcntl.LOCK_NB
                     )  # tracking.log: one child a folder
                     delivery = Delivery(folder, settings)
+                if status and end_system_metrics is not None:
+                    end_system_metrics()
                 delivery.send(status)
+                if settings.system_metrics and status is None and end_system_metrics is None:
+                    end_system_metrics = start_system_metrics(delivery.state)
                 problem, wait_s = None, POLL_S
             except BlockingIOError:
                 problem, wait_s = "another process is delivering this folder", POLL_S

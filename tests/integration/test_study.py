@@ -1,13 +1,21 @@
 """A whole study as a user runs it: launcher, two processes an arm, MLflow's database."""
 
 import json
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 
 import pytest
 import yaml
 
 from launch.cli import main
+from tests.browser import CHROMIUM, DRIVER, browser
 from tests.conftest import TINY
-from tests.integration.processes import read_records, roformer
+from tests.integration.processes import ROOT, read_records, roformer
+from tests.slurm import wait_for
+from trainer.distributed import free_port
 
 pytestmark = pytest.mark.xdist_group("study")  # the study is trained once
 
@@ -146,3 +154,34 @@ def test_run_folder_explains_itself(study):
     (checkpoint,) = [p for p in (folder / "checkpoints").iterdir() if p.name == "step-00000012"]
     manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
     assert manifest["files"].keys() == {p.name for p in checkpoint.iterdir()} - {"MANIFEST.json"}
+
+
+@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium and chromium-driver")
+def test_dashboard_shows_the_curves_of_both_arms_in_a_browser(study, tmp_path):
+    runs, _, _ = study
+    port = str(free_port())
+    command = [sys.executable, "-m", "launch.cli", "dashboard", str(runs / "study"), "--port", port]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as shown:
+        assert shown.stdout is not None
+        try:
+            address = shown.stdout.readline().split()[-1]
+            assert address.startswith(f"http://127.0.0.1:{port}/#/metric?runs=")
+            with browser() as window:
+                window.open(address)
+                curves = ".js-plotly-plot .scatterlayer .trace"
+                wait_for("both curves", lambda: window.count(curves) >= 2, 60)
+                legend = window.text()
+                window.screenshot(tmp_path / "chart.png")
+            assert "rope" in legend
+            assert "learned" in legend
+            assert (tmp_path / "chart.png").stat().st_size > 20_000
+            there = f"http://127.0.0.1:{port}/"
+            request = urllib.request.Request(there, headers={"Host": "evil.test"})
+            with pytest.raises(urllib.error.HTTPError, match="403") as refused:
+                urllib.request.urlopen(request, timeout=30)
+            refused.value.close()
+        finally:
+            shown.send_signal(signal.SIGTERM)
+            assert shown.wait(30) == 0
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"{there}health", timeout=5)
