@@ -346,6 +346,7 @@ def recording(
         with lock, MetricsFile(folder / "metrics.jsonl") as metrics:
             yield metrics
         write_text(folder / DONE, "")
+        (folder / STOP).unlink(missing_ok=True)  # it came too late
         status = "FINISHED"
     except Preempted:
         write_text(folder / REQUEUE, "")

@@ -22,9 +22,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from trainer.distributed import World
+if TYPE_CHECKING:  # importing torch takes seconds
+    from trainer.distributed import World
 
 BEAT_S, SILENT_S = 2.0, 30.0
 STUCK_S, STUCK_FACTOR = 30.0, 20.0
@@ -53,7 +54,7 @@ class Failure:
 class Liveness:
     """This rank's pulse, and its look at the others'; see the module."""
 
-    def __init__(self, folder: Path, world: World, *, timeout_s: float) -> None:
+    def __init__(self, folder: Path, world: "World", *, timeout_s: float) -> None:
         """Make it for a run's folder of ranks; what an earlier start left of this rank goes.
 
         Args:

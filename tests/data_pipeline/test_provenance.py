@@ -9,7 +9,7 @@ def test_documents_of_a_stretch_are_those_that_its_rows_are_made_of(tiny_shards)
     lanes, number = 4, 2
     lane = Lane(index, seed=3, lane=number, lanes=lanes)
     seen = []
-    for _ in range(20):
+    for _ in range(60):
         start = lane.cursor
         row = lane.next_row(96)
         named = list(
