@@ -13,7 +13,6 @@ if __name__ == "__main__":  # from before the seconds that torch and deepspeed t
     hold_signals()
 
 import argparse
-import hashlib
 import logging
 import os
 import sys
@@ -35,6 +34,7 @@ from launch.environment import adopt, check_ranks
 from launch.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, Failed, Told, exit_code
 from launch.preflight import Prepared, fingerprints
 from launch.rank_log import RankLog
+from launch.resume import find_checkpoint, load_weights, order_of
 from launch.run_folder import (
     CHECKPOINTS,
     DONE,
@@ -53,12 +53,10 @@ from model.flops import training_flops
 from model.heads import LanguageModel
 from model.initialize import initialize
 from model.linear_attention import redraw
-from trainer import checkpoint
 from trainer.bad_steps import BadSteps, Diverged
 from trainer.checkpoint import SaveFailed
 from trainer.distributed import (
     World,
-    from_first,
     in_world,
     share_cores,
     world_from_environment,
@@ -73,8 +71,6 @@ from trainer.progress import Progress
 from trainer.saving import Saver
 from trainer.state import TrainState
 from trainer.tracking import Status, Tracker
-
-log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -185,7 +181,7 @@ def build_trainer(
     objective = partial(build_objective, config.objective, tokenizer, config.run.seed)
     causal = objective(config.objective.mask_rate).causal
     root = folder_of(config) / CHECKPOINTS
-    saved, order = find_checkpoint(config, world), order_of(prepared)
+    saved, order = find_checkpoint(config), order_of(prepared)
     model = LanguageModel(
         config.model,
         vocab_size=tokenizer.vocab_size,
@@ -264,56 +260,6 @@ def build_trainer(
         redraw=partial(redraw, model, config.run.seed),
         pulse=pulse,
     )
-
-
-def find_checkpoint(config: Config, world: World) -> checkpoint.Checkpoint | None:
-    """Load what the run goes on from; the first rank alone reads every byte to choose it.
-
-    Raises:
-        ConfigError: On all ranks, where there are checkpoints and none will do.
-    """
-    root = folder_of(config) / CHECKPOINTS
-
-    def choose() -> tuple[Path | None, str | None]:
-        try:
-            found = checkpoint.find(root, config.checkpoint.resume)
-            if found is not None and found.absolute().parent == root.absolute():
-                for folder in checkpoint.set_aside_after(root, checkpoint.step_of(found)):
-                    log.warning("set aside: %s is of a later step than %s", folder, found.name)
-        except (ValueError, OSError) as error:
-            return None, str(error)
-        return found, None
-
-    found, problem = from_first(choose)
-    if problem is not None:
-        raise ConfigError([problem])
-    return checkpoint.load(found) if found else None
-
-
-def order_of(prepared: Prepared) -> str:
-    """Fingerprint what fixes the order of samples; cursors mean nothing in another order."""
-    config = prepared.config
-    facts = (prepared.train.sha256, config.run.seed, config.data.lanes)
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-
-
-def load_weights(model: LanguageModel, saved: checkpoint.Checkpoint) -> None:
-    """Put a checkpoint's weights into a model.
-
-    Raises:
-        ConfigError: Where it is another model's.
-    """
-    own = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    theirs = {name: tuple(tensor.shape) for name, tensor in saved.weights.items()}
-    for name in sorted(own.keys() | theirs.keys()):
-        if own.get(name) != theirs.get(name):
-            raise ConfigError(
-                [
-                    f"{saved.folder} is of another model: {name} is {theirs.get(name)} there, and "
-                    f"{own.get(name)} here"
-                ]
-            )
-    model.load_state_dict(saved.weights)
 
 
 @contextmanager
