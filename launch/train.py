@@ -62,7 +62,7 @@ from trainer.distributed import (
     world_from_environment,
 )
 from trainer.engine import Engine, init_distributed
-from trainer.liveness import Liveness, tell_of_error
+from trainer.liveness import Liveness, tell, tell_of_error
 from trainer.loop import Data, Settings, Trainer
 from trainer.metrics import MetricsFile, Recorder, measure_matmul_peak, sources_read
 from trainer.objectives import build_objective
@@ -133,7 +133,7 @@ def train(path: Path, overrides: Sequence[str], log: RankLog) -> int:
         if not has_launcher:
             raise
     except (Diverged, SaveFailed) as error:
-        tell_of_error(pulses, world.rank, error)
+        tell(pulses, world.rank, str(error))  # says all: no traceback
         raise Failed(str(error)) from None
     except BaseException as error:
         tell_of_error(pulses, world.rank, error)
