@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ROFORMER := $(BIN)/roformer
 
-.PHONY: install demo demo-clean lint test test-clusters golden
+.PHONY: install demo demo-clean lint test test-clusters chaos golden
 
 install: $(VENV)/.installed
 
@@ -38,6 +38,10 @@ test: lint
 # the long form of what is proven on a real Slurm and over ssh: slurm-wlm, munge, pdsh, openssh-server
 test-clusters: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests/integration
+
+# random faults for hours, and their table: make chaos CHAOS='--faults 200 --seed 1'
+chaos: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos $(CHAOS)
 
 # write the resolved configs and the example scripts anew, after a wanted change of a default
 golden: install

@@ -97,11 +97,11 @@ def spawn(config: Config, path: Path, overrides: Sequence[str], *, processes: in
         )
         asked.session = launched.pid
         code = _wait(launched, folder, grace_s=config.checkpoint.grace_seconds, asked=asked)
+    (folder / STOP).unlink(missing_ok=True)  # where it came too late
     if (folder / DONE).exists():
         return EXIT_OK
     if (folder / REQUEUE).exists():
         return EXIT_PREEMPTED
-    (folder / STOP).unlink(missing_ok=True)
     failure = first_failure(folder / PULSES)
     if code == EXIT_BAD_INPUT and failure is None:
         return code  # a rank has said what is wrong

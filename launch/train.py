@@ -13,7 +13,6 @@ if __name__ == "__main__":  # from before the seconds that torch and deepspeed t
     hold_signals()
 
 import argparse
-import hashlib
 import logging
 import os
 import sys
@@ -35,6 +34,7 @@ from launch.environment import adopt, check_ranks
 from launch.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, Failed, Told, exit_code
 from launch.preflight import Prepared, fingerprints
 from launch.rank_log import RankLog
+from launch.resume import find_checkpoint, load_weights, order_of
 from launch.run_folder import (
     CHECKPOINTS,
     DONE,
@@ -53,18 +53,16 @@ from model.flops import training_flops
 from model.heads import LanguageModel
 from model.initialize import initialize
 from model.linear_attention import redraw
-from trainer import checkpoint
 from trainer.bad_steps import BadSteps, Diverged
 from trainer.checkpoint import SaveFailed
 from trainer.distributed import (
     World,
-    from_first,
     in_world,
     share_cores,
     world_from_environment,
 )
 from trainer.engine import Engine, init_distributed
-from trainer.liveness import Liveness, tell_of_error
+from trainer.liveness import Liveness, tell, tell_of_error
 from trainer.loop import Data, Settings, Trainer
 from trainer.metrics import MetricsFile, Recorder, measure_matmul_peak, sources_read
 from trainer.objectives import build_objective
@@ -73,8 +71,6 @@ from trainer.progress import Progress
 from trainer.saving import Saver
 from trainer.state import TrainState
 from trainer.tracking import Status, Tracker
-
-log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -137,7 +133,7 @@ def train(path: Path, overrides: Sequence[str], log: RankLog) -> int:
         if not has_launcher:
             raise
     except (Diverged, SaveFailed) as error:
-        tell_of_error(pulses, world.rank, error)
+        tell(pulses, world.rank, str(error))  # says all: no traceback
         raise Failed(str(error)) from None
     except BaseException as error:
         tell_of_error(pulses, world.rank, error)
@@ -185,7 +181,7 @@ def build_trainer(
     objective = partial(build_objective, config.objective, tokenizer, config.run.seed)
     causal = objective(config.objective.mask_rate).causal
     root = folder_of(config) / CHECKPOINTS
-    saved, order = find_checkpoint(config, world), order_of(prepared)
+    saved, order = find_checkpoint(config), order_of(prepared)
     model = LanguageModel(
         config.model,
         vocab_size=tokenizer.vocab_size,
@@ -266,56 +262,6 @@ def build_trainer(
     )
 
 
-def find_checkpoint(config: Config, world: World) -> checkpoint.Checkpoint | None:
-    """Load what the run goes on from; the first rank alone reads every byte to choose it.
-
-    Raises:
-        ConfigError: On all ranks, where there are checkpoints and none will do.
-    """
-    root = folder_of(config) / CHECKPOINTS
-
-    def choose() -> tuple[Path | None, str | None]:
-        try:
-            found = checkpoint.find(root, config.checkpoint.resume)
-            if found is not None and found.absolute().parent == root.absolute():
-                for folder in checkpoint.set_aside_after(root, checkpoint.step_of(found)):
-                    log.warning("set aside: %s is of a later step than %s", folder, found.name)
-        except (ValueError, OSError) as error:
-            return None, str(error)
-        return found, None
-
-    found, problem = from_first(choose)
-    if problem is not None:
-        raise ConfigError([problem])
-    return checkpoint.load(found) if found else None
-
-
-def order_of(prepared: Prepared) -> str:
-    """Fingerprint what fixes the order of samples; cursors mean nothing in another order."""
-    config = prepared.config
-    facts = (prepared.train.sha256, config.run.seed, config.data.lanes)
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-
-
-def load_weights(model: LanguageModel, saved: checkpoint.Checkpoint) -> None:
-    """Put a checkpoint's weights into a model.
-
-    Raises:
-        ConfigError: Where it is another model's.
-    """
-    own = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    theirs = {name: tuple(tensor.shape) for name, tensor in saved.weights.items()}
-    for name in sorted(own.keys() | theirs.keys()):
-        if own.get(name) != theirs.get(name):
-            raise ConfigError(
-                [
-                    f"{saved.folder} is of another model: {name} is {theirs.get(name)} there, and "
-                    f"{own.get(name)} here"
-                ]
-            )
-    model.load_state_dict(saved.weights)
-
-
 @contextmanager
 def recording(
     prepared: Prepared, world: World, console: Console | None
@@ -346,6 +292,7 @@ def recording(
         with lock, MetricsFile(folder / "metrics.jsonl") as metrics:
             yield metrics
         write_text(folder / DONE, "")
+        (folder / STOP).unlink(missing_ok=True)  # it came too late
         status = "FINISHED"
     except Preempted:
         write_text(folder / REQUEUE, "")

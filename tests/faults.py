@@ -188,8 +188,8 @@ def install(injector: Injector) -> None:
 
     def begin(root: Path, engine: Engine, state: Any, **kwargs: Any) -> Any:
         if injector.strike("save", state.step) == "nan_weights":
-            with torch.no_grad():
-                next(engine._engine.module.parameters()).fill_(math.nan)
+            parameter = next(engine.module.parameters())  # its fp32 master, not the copy to run
+            engine._set_full(parameter, torch.full(parameter.shape, math.nan), None)
         return original["begin"](root, engine, state, **kwargs)
 
     def write(self: checkpoint.Save) -> None:

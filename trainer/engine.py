@@ -18,6 +18,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ with warnings.catch_warnings():
         set_z3_leaf_modules,
     )
 
+log = logging.getLogger(__name__)
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's running averages of the gradient and of its square."""
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -59,6 +62,12 @@ def init_distributed(world: World, *, timeout_s: int) -> None:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         os.environ.update({name: os.environ.get(name, v) for name, v in (alone | here).items()})
+    for lock in build_locks() if world.is_first else ():
+        log.warning(
+            "%s: left by a build of torch's that was killed, or runs; training builds "
+            "nothing and does not wait for it; remove it where none runs",
+            lock,
+        )
     try:
         deepspeed.init_distributed(
             auto_mpi_discovery=False, verbose=False, timeout=datetime.timedelta(seconds=timeout_s)
@@ -69,6 +78,13 @@ def init_distributed(world: World, *, timeout_s: int) -> None:
         if "EADDRINUSE" in str(error) or "in use" in text:
             text = "another process has this port; choose another (MASTER_PORT, --master_port)"
         raise ValueError(f"no ranks' meeting at {place}: {text}") from None
+
+
+def build_locks() -> list[Path]:
+    """Return the lock files of builds of torch extensions: other programs wait for one for ever."""
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    root = Path(named) if named else Path.home() / ".cache" / "torch_extensions"
+    return sorted({*root.glob("*/lock"), *root.glob("*/*/lock")})
 
 
 def deepspeed_config(

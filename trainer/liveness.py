@@ -22,9 +22,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
-from trainer.distributed import World
+if TYPE_CHECKING:  # importing torch takes seconds
+    from trainer.distributed import World
 
 BEAT_S, SILENT_S = 2.0, 30.0
 STUCK_S, STUCK_FACTOR = 30.0, 20.0
@@ -53,7 +54,7 @@ class Failure:
 class Liveness:
     """This rank's pulse, and its look at the others'; see the module."""
 
-    def __init__(self, folder: Path, world: World, *, timeout_s: float) -> None:
+    def __init__(self, folder: Path, world: "World", *, timeout_s: float) -> None:
         """Make it for a run's folder of ranks; what an earlier start left of this rank goes.
 
         Args:
@@ -112,7 +113,9 @@ class Liveness:
                     seen, seen_at, beats = beat, now, beats + 1
                 elif beats < 2 and not self._sees_others:
                     continue  # an earlier start's: this one's has not come yet
-                elif now - seen_at > SILENT_S:
+                elif now - seen_at > SILENT_S or (
+                    now - seen_at > BEAT_S and _was_killed(self._folder, json.loads(beat))
+                ):
                     self._end_for(neighbour, json.loads(beat), now - seen_at)
 
     def _beat(self, number: int) -> None:
@@ -142,16 +145,18 @@ class Liveness:
         print(f"roformer: rank {self._world.rank}: {cause}\n{stack}", file=sys.stderr, flush=True)
         os._exit(1)
 
-    def _end_for(self, rank: int, beat: dict[str, object], silent_s: float) -> None:
+    def _end_for(self, rank: int, beat: dict[str, Any], silent_s: float) -> None:
         cause = (
-            f"process {beat['pid']} has not answered for {silent_s:.0f} s, last seen "
+            _killed(beat)
+            if _was_killed(self._folder, beat)
+            else f"process {beat['pid']} has not answered for {silent_s:.0f} s, last seen "
             f"{beat['phase']}: {_state_of(beat)}"
         )
-        tell(self._folder, rank, cause, host=str(beat["host"]))
+        tell(self._folder, rank, cause, host=beat["host"])
         print(f"roformer: rank {rank} on {beat['host']}: {cause}", file=sys.stderr, flush=True)
         if beat["host"] == socket.gethostname():
             with suppress(ProcessLookupError):
-                os.kill(int(str(beat["pid"])), signal.SIGKILL)
+                os.kill(beat["pid"], signal.SIGKILL)
         os._exit(1)
 
 
@@ -197,15 +202,25 @@ def first_failure(folder: Path) -> Failure | None:
 def killed_ranks(folder: Path) -> Iterator[Failure]:
     """Yield the ranks of this machine whose process is gone, and that didn't say why."""
     for beat in _all(folder, "*[0-9].json"):
-        file = _pulse(folder, beat["rank"])
-        is_told = _failed(folder, beat["rank"]).exists()
-        if beat["host"] == socket.gethostname() and not is_told and _state(beat) in ("", "Z"):
+        if _was_killed(folder, beat):
             with suppress(FileNotFoundError):
-                cause = (
-                    f"process {beat['pid']} was killed while {beat['phase']}, without a word: by "
-                    "SIGKILL, perhaps the kernel's for want of memory"
-                )
-                yield Failure(beat["rank"], beat["host"], file.stat().st_mtime, cause)
+                last_beat = _pulse(folder, beat["rank"]).stat().st_mtime
+                yield Failure(beat["rank"], beat["host"], last_beat, _killed(beat))
+
+
+def _was_killed(folder: Path, beat: dict[str, Any]) -> bool:
+    """Whether a process of this machine is gone, and neither ended well nor said why."""
+    is_here = beat["host"] == socket.gethostname()
+    is_told = _failed(folder, beat["rank"]).exists()
+    is_gone = is_here and not is_told and _state(beat) in ("", "Z")
+    return is_gone and _pulse(folder, beat["rank"]).exists()
+
+
+def _killed(beat: dict[str, Any]) -> str:
+    return (
+        f"process {beat['pid']} was killed, last seen {beat['phase']}: by SIGKILL, perhaps the "
+        "kernel's for want of memory"
+    )
 
 
 def has_failures(folder: Path) -> bool:
@@ -238,7 +253,7 @@ def _failed(folder: Path, rank: int) -> Path:
     return folder / f"{rank:05d}.failed.json"
 
 
-def _write(file: Path, data: dict[str, object]) -> None:
+def _write(file: Path, data: dict[str, Any]) -> None:
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     temporary.write_text(json.dumps(data), encoding="utf-8")
     temporary.replace(file)
@@ -251,19 +266,19 @@ def _read(file: Path) -> str:
         return ""
 
 
-def _all(folder: Path, pattern: str) -> Iterator[dict]:
+def _all(folder: Path, pattern: str) -> Iterator[dict[str, Any]]:
     for file in sorted(folder.glob(pattern)):
         with suppress(ValueError):  # it has gone meanwhile
             yield json.loads(_read(file))
 
 
-def _state(beat: dict) -> str:
+def _state(beat: dict[str, Any]) -> str:
     """State letter of a process of this machine, as `ps` has it; "" when it is gone."""
     status = _read(Path(f"/proc/{beat['pid']}/stat"))
     return status.rpartition(")")[2].split()[0] if status else ""
 
 
-def _state_of(beat: dict) -> str:
+def _state_of(beat: dict[str, Any]) -> str:
     if beat["host"] != socket.gethostname():
         return "its machine is gone, or the process is stopped"
     names = {"": "the process is gone", "T": "it is stopped (SIGSTOP)", "D": "it waits for a disk"}

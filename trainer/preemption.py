@@ -75,7 +75,8 @@ class StopRequest:
         self._parent = None if parent is None else Path(f"/proc/{parent}")
         self._deadline = deadline
         self._grace_s = grace_s
-        self._signalled = self._granted = self._waits = False
+        self._signalled = self._granted = False
+        self._waits_since: float | None = None
 
     def install(self) -> None:
         """Listen from here on, also to what `hold_signals` has kept."""
@@ -103,11 +104,11 @@ class StopRequest:
         Raises:
             Interrupted: When it was.
         """
-        self._waits = True
+        self._waits_since = time.monotonic()
         try:
             yield
         finally:
-            self._waits = False
+            self._waits_since = None
 
     def _asked_here(self) -> bool:
         late = self._deadline is not None and time.time() >= self._deadline
@@ -115,8 +116,8 @@ class StopRequest:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
-        if self._waits:
-            self._waits = False
+        if self._waits_since is not None:
+            self._waits_since = None
             raise Interrupted
 
     def _watch(self) -> None:
@@ -127,10 +128,13 @@ class StopRequest:
         if not (self._file.exists() or self._granted):
             with suppress(OSError):  # a full disk: the ranks still agree after a step
                 self._file.touch()
-        while time.monotonic() < started + self._grace_s:
-            if not self._granted:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            time.sleep(min(WAKE_S, self._grace_s / 4))
+        main = threading.main_thread().ident
+        assert main is not None
+        while (now := time.monotonic()) < started + self._grace_s:
+            since = self._waits_since
+            if since is not None and (since < started or now - since > WAKE_S):
+                signal.pthread_kill(main, signal.SIGUSR1)
+            time.sleep(LOOK_S)
         print(
             f"roformer: process {os.getpid()} was asked to stop and still runs after "
             f"checkpoint.grace_seconds={self._grace_s:g}: ended by force",

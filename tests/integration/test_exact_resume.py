@@ -17,6 +17,7 @@ from data_pipeline.corpus import Document
 from data_pipeline.shards import write_shards
 from data_pipeline.tokenizers import load_tokenizer
 from tests.conftest import TINY
+from tests.integration.processes import read_records
 from tests.ranks import run_ranks
 
 LANES = 8
@@ -54,46 +55,64 @@ def config(tmp_path_factory) -> Path:
     return file
 
 
-def train_in_pieces(config: Path, name: str, stops: tuple[int, ...], forget: str) -> None:
-    """Be a rank that is stopped after each of `stops`, and goes on each time."""
+RUNS = {
+    "whole": ((), None),
+    "pieces": (STOPS, None),
+    "without-a-cursor": ((12,), "data/hash"),
+    "without-its-dropout": ((12,), "train/loss"),
+}
+"""Where each run is stopped, and what differs where a control forgets something at the last."""
+
+
+def train_all(config: Path) -> None:
+    """Be a rank of all runs, one after another."""
+    from trainer.distributed import world_from_environment
+    from trainer.engine import init_distributed
+
+    world = world_from_environment()
+    init_distributed(world, timeout_s=60)
+    for name, (stops, _) in RUNS.items():
+        for stop_after in (*stops, None):
+            train_until(config, name, stop_after, world)
+
+
+def train_until(config: Path, name: str, stop_after: int | None, world) -> None:
+    """Start or go on, and be asked to stop in a step (None: never)."""
     from launch.preflight import prepare
     from launch.run_folder import STOP, folder_of
     from launch.train import build_trainer, recording
-    from trainer.distributed import world_from_environment
-    from trainer.engine import init_distributed
+    from trainer.distributed import barrier
     from trainer.preemption import Preempted, StopRequest
 
-    world = world_from_environment()
-    settings = [f"run.name={name}", f"launch.num_processes={world.size}"]
-    prepared = prepare(load(config, settings), world.size)
-    init_distributed(world, timeout_s=60)
-    for stop_after in (*stops, None):
-        stop = StopRequest(folder_of(prepared.config) / STOP)
-        try:
-            with recording(prepared, world, None) as metrics:
-                trainer = build_trainer(prepared, world, stop, metrics, None)
-                if stop_after is None and forget == "a cursor":
-                    trainer.state.cursors.pop(min(trainer.state.cursors))
-                if stop_after is None and forget == "dropout's generator":
-                    trainer.seed_dropout = lambda number: None
-                train_step = trainer.train_step
+    prepared = prepare(load(config, [f"run.name={name}", "launch.num_processes=2"]), world.size)
+    barrier()  # before one of us holds the folder's lock
+    stop = StopRequest(folder_of(prepared.config) / STOP)
+    try:
+        with recording(prepared, world, None) as metrics:
+            trainer = build_trainer(prepared, world, stop, metrics, None)
+            if stop_after is None and name == "without-a-cursor":
+                trainer.state.cursors.pop(min(trainer.state.cursors))
+            if stop_after is None and name == "without-its-dropout":
+                trainer.seed_dropout = lambda number: None
+            train_step = trainer.train_step
 
-                def step_then_ask(*arguments, trainer=trainer, train_step=train_step, stop=stop):
-                    if trainer.state.step + 1 == stop_after and world.rank == 1:  # noqa: B023
-                        stop._file.touch()
-                    return train_step(*arguments)
+            def step_then_ask(*arguments):
+                if trainer.state.step + 1 == stop_after and world.rank == 1:
+                    stop._file.touch()
+                return train_step(*arguments)
 
-                trainer.train_step = step_then_ask
-                trainer.fit()
-            assert stop_after is None
-        except Preempted:
-            assert trainer.state.step == stop_after
+            trainer.train_step = step_then_ask
+            trainer.fit()
+        assert stop_after is None
+    except Preempted:
+        assert trainer.state.step == stop_after
 
 
-def train(config: Path, name: str, stops: tuple[int, ...] = (), forget: str = "") -> list[dict]:
-    run_ranks(2, train_in_pieces, config, name, stops, forget)
-    folder = Path(load(config).run.dir) / name
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="module")
+def records(config) -> dict[str, list[dict]]:
+    run_ranks(2, train_all, config)
+    folder = Path(load(config).run.dir)
+    return {name: read_records(folder / name) for name in RUNS}
 
 
 EQUAL = ("data/hash", "train/loss", "train/accuracy", "grad_norm", "lr", "tokens")
@@ -106,14 +125,10 @@ def differing_steps(got: list[dict], want: list[dict]) -> dict[int, list[str]]:
     return {step: keys for step, keys in differ.items() if keys}
 
 
-@pytest.fixture(scope="module")
-def whole(config) -> list[dict]:
-    return train(config, "whole")
-
-
-def test_pieces_are_equal_to_the_whole_bit_for_bit(config, whole):
+def test_pieces_are_equal_to_the_whole_bit_for_bit(config, records):
+    whole = records["whole"]
     assert len({record["data/hash"] for record in whole}) == STEPS  # epochs differ, too
-    assert differing_steps(train(config, "pieces", STOPS), whole) == {}
+    assert differing_steps(records["pieces"], whole) == {}
     places = {step: cursors_at(config, step) for step in STOPS}
     assert places[6] == {(1, 0, 0, 0)}
     assert places[10] == {(2, 0, 0, 0)}
@@ -126,11 +141,8 @@ def cursors_at(config: Path, step: int) -> set[tuple[int, ...]]:
     return {tuple(cursor) for cursor in state["cursors"].values()}
 
 
-@pytest.mark.parametrize(
-    ("forget", "differs"), [("a cursor", "data/hash"), ("dropout's generator", "train/loss")]
-)
-def test_a_resume_that_forgets_something_is_noticed(config, whole, forget, differs):
-    name = "forgets-" + differs.replace("/", "-")
-    differ = differing_steps(train(config, name, (12,), forget), whole)
+@pytest.mark.parametrize("name", ["without-a-cursor", "without-its-dropout"])
+def test_a_resume_that_forgets_something_is_noticed(records, name):
+    differ = differing_steps(records[name], records["whole"])
     assert min(differ) == 13
-    assert differs in differ[13]
+    assert RUNS[name][1] in differ[13]

@@ -7,7 +7,16 @@ import pytest
 from tests.integration.test_exactness import build_engine, start, train
 from tests.ranks import run_ranks
 from trainer import checkpoint
-from trainer.checkpoint import MANIFEST, complete, damage, find, load
+from trainer.checkpoint import (
+    MANIFEST,
+    Save,
+    complete,
+    damage,
+    find,
+    load,
+    set_aside_after,
+    step_of,
+)
 from trainer.distributed import world_from_environment
 from trainer.state import TrainState
 
@@ -100,3 +109,42 @@ def test_resume_choices(root, tmp_path):
         find(root, "never")
     with pytest.raises(ValueError, match="no complete checkpoint"):
         find(root, str(tmp_path))
+
+
+def test_each_multiple_stays_on_request(saved, tmp_path):
+    """The newest two, and beside them those of each multiple of 4."""
+
+    def folder_of(step: int) -> Path:
+        return root / f"step-{step:08d}"
+
+    root = tmp_path / "checkpoints"
+    for step in (8, 9, 10, 98, 99, 100):
+        shutil.copytree(saved / "step-00000010", folder_of(step))
+    (folder_of(100) / MANIFEST).unlink()
+    save = Save.__new__(Save)
+    save.folder, save.step = folder_of(100), 100
+    assert save._complete([], keep=2, keep_every=4) is None
+    assert [step_of(path) for path in complete(root)] == [100, 99, 8]
+
+
+def test_later_ones_are_set_aside_when_an_earlier_one_is_gone_on_from(root):
+    (moved,) = set_aside_after(root, 9)
+    assert moved.name.startswith("step-00000010.aside-")
+    assert (moved / MANIFEST).exists()  # nothing of it is lost
+    assert complete(root) == [root / "step-00000009"]
+
+
+def test_a_path_is_where_a_run_begins_and_not_where_it_goes_on(root, tmp_path):
+    own = tmp_path / "own"
+    assert find(own, str(root / "step-00000009")) == root / "step-00000009"
+    shutil.copytree(root / "step-00000009", own / "step-00000012")
+    assert find(own, str(root / "step-00000009")) == own / "step-00000012"
+    assert find(root, str(root / "step-00000009")) == root / "step-00000009"  # its own: goes back
+
+
+def test_a_look_at_sizes_sees_no_flipped_byte_and_a_full_one_does(root):
+    flip(root / "step-00000010" / "state.json")
+    assert damage(root / "step-00000010", in_full=False) is None
+    assert damage(root / "step-00000010") is not None
+    cut(root / "step-00000010" / "state.json")
+    assert damage(root / "step-00000010", in_full=False) is not None

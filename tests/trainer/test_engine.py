@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from trainer.config import (
     OptimizerConfig,
     ZeroKeys,
 )
-from trainer.engine import deepspeed_config, parameter_groups
+from trainer.engine import Engine, build_locks, deepspeed_config, parameter_groups
 
 
 def make(accumulation=3, world=2, **settings):
@@ -112,3 +114,28 @@ def test_norms_biases_and_embeddings_do_not_decay(positions):
         p.numel() for p in model.parameters()
     )
     assert torch.is_tensor(groups[0]["params"][0])
+
+
+def test_locks_of_builds_are_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert build_locks() == []
+    lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert build_locks() == [lock]
+
+
+@pytest.mark.parametrize("place", ["loss_scaler", "loss_scale_config"])
+def test_the_loss_scale_and_its_counters_go_and_come_back(place):
+    """With ZeRO and without; DeepSpeed refuses fp16 on a CPU, so its objects are stood in for."""
+    scaler = SimpleNamespace(cur_scale=1024.0, cur_iter=7, last_overflow_iter=3, dynamic=True)
+    engine = Engine.__new__(Engine)
+    engine._scales_loss = True
+    engine._engine = SimpleNamespace(optimizer=SimpleNamespace(**{place: scaler}))
+    saved = engine.loss_scale
+    assert saved == {"cur_scale": 1024.0, "cur_iter": 7, "last_overflow_iter": 3}
+    scaler.cur_scale, scaler.cur_iter = 65536.0, 0
+    engine.restore_loss_scale(saved)
+    assert (scaler.cur_scale, scaler.cur_iter) == (1024.0, 7)
+    engine._scales_loss = False
+    assert engine.loss_scale == {}

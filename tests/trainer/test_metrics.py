@@ -1,4 +1,6 @@
 import json
+import math
+import resource
 
 import pytest
 import torch
@@ -92,3 +94,58 @@ def test_hash_of_a_batch_does_not_depend_on_who_holds_its_rows():
 def test_matmul_peak_is_a_rate():
     peak = measure_matmul_peak(torch.device("cpu"), torch.float32, size=128)
     assert 1e8 < peak < 1e15
+
+
+@pytest.fixture
+def small_files():
+    """Let the system refuse files of more than 100 bytes, until told otherwise."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, old[1]))
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+def test_what_a_full_disk_refuses_is_held_and_comes_later(tmp_path, small_files, caplog):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        for step in range(1, 6):
+            file.write({"step": step, "text": "x" * 20})
+        assert 0 < len(path.read_text().splitlines()) < 5
+        assert path.read_text().endswith("\n")  # no half a line
+        assert "held in memory" in caplog.text
+        small_files()
+        file.write({"step": 6})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*range(1, 7)]
+
+
+def test_records_that_are_lost_in_the_end_are_an_error(tmp_path, small_files):
+    def write() -> None:
+        with MetricsFile(tmp_path / "metrics.jsonl") as file:
+            file.write({"text": "x" * 200})
+
+    with pytest.raises(OSError, match="1 records are lost"):
+        write()
+
+
+def test_a_bad_step_is_counted_and_weighs_nothing():
+    records = recorder(every_steps=2)
+    factors = Factors(2, 1, 2)
+    bad = result(math.nan, 5.0, is_bad=True)
+    assert records.record(STAGE, factors, TrainState(step=1), bad, {}) is None
+    state = TrainState(step=2, bad_steps=1)
+    record = records.record(STAGE, factors, state, result(6.0, 2.0), {})
+    assert (record["train/loss"], record["train/bad_steps"]) == (3.0, 1)
+
+
+def test_an_evaluation_that_was_cut_off_is_added_to_the_last_record(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        file.write({"step": 3, "train/loss": 1.5})
+    with MetricsFile(path) as file:
+        records = recorder(file)
+        assert records.lacks_evaluation(3)
+        assert not records.lacks_evaluation(4)
+        records.add_evaluation({"eval/loss": 2.5})
+        assert not records.lacks_evaluation(3)
+    last = json.loads(path.read_text().splitlines()[-1])
+    assert (last["step"], last["train/loss"], last["eval/loss"]) == (3, 1.5, 2.5)

@@ -1,0 +1,106 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer import liveness
+from trainer.distributed import World
+from trainer.liveness import Liveness, clear, first_failure, has_failures, tell, tell_of_error
+
+RANK = """
+import sys, time
+from pathlib import Path
+from trainer import liveness
+from types import SimpleNamespace
+liveness.BEAT_S, liveness.SILENT_S, liveness.STUCK_S = 0.1, 0.5, 0.5
+rank = int(sys.argv[2])
+world = SimpleNamespace(rank=rank, size=2)
+with liveness.Liveness(Path(sys.argv[1]), world, timeout_s=60) as alive:
+    alive.see_others()
+    alive.pulse("training")
+    alive.pulse("training")
+    for _ in range(600 if len(sys.argv) < 4 else 10):
+        alive.pulse("training")
+        time.sleep(0.01)
+    def stuck_here(): time.sleep(60)
+    stuck_here() if len(sys.argv) > 3 else None
+"""
+
+
+def start(folder: Path, rank: int, *more: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", RANK, str(folder), str(rank), *more]
+    return subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("number", "cause"), [(signal.SIGSTOP, "is stopped (SIGSTOP)"), (signal.SIGKILL, "was killed")]
+)
+def test_the_next_rank_names_one_that_is_frozen_or_killed(tmp_path, number, cause):
+    first, second = start(tmp_path, 0), start(tmp_path, 1)
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("0000[01].json"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(second.pid, number)
+    assert second.wait(120) == -signal.SIGKILL  # freed, and ended, by the first
+    assert first.wait(120) == 1
+    failure = first_failure(tmp_path)
+    assert failure is not None
+    assert failure.rank == 1
+    assert cause in failure.cause
+    assert f"process {second.pid}" in failure.cause
+
+
+def test_a_rank_that_is_stuck_ends_itself_and_says_where(tmp_path):
+    stuck = start(tmp_path, 0, "stuck")
+    assert stuck.wait(120) == 1
+    failure = first_failure(tmp_path)
+    assert failure is not None
+    assert "no progress" in failure.cause
+    assert "stuck_here" in failure.traceback
+
+
+def test_the_first_failure_is_that_which_others_follow_from(tmp_path):
+    tell(tmp_path, 0, "lost its peer", is_consequence=True)
+    tell(tmp_path, 2, "an error", "the traceback")
+    tell(tmp_path, 3, "a later one")
+    tell(tmp_path, 2, "what came after")
+    failure = first_failure(tmp_path)
+    assert failure is not None
+    assert (failure.rank, failure.cause, failure.traceback) == (2, "an error", "the traceback")
+    clear(tmp_path)
+    assert not has_failures(tmp_path)
+    assert first_failure(tmp_path) is None
+
+
+def test_a_rank_that_ends_well_leaves_nothing_and_one_that_vanishes_is_found(tmp_path):
+    with Liveness(tmp_path, World(0, 1, 0), timeout_s=60):
+        beat = json.loads((tmp_path / "00000.json").read_text())
+        assert beat["pid"] == os.getpid()
+        assert not has_failures(tmp_path)
+    assert not list(tmp_path.iterdir())
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (tmp_path / "00000.json").write_text(json.dumps(beat | {"pid": ended.pid}))
+    assert has_failures(tmp_path)
+    failure = first_failure(tmp_path)
+    assert failure is not None
+    assert "SIGKILL" in failure.cause
+
+
+def test_an_error_is_told_in_a_line_with_its_traceback(tmp_path):
+    try:
+        raise RuntimeError("two\nlines")
+    except RuntimeError as error:
+        tell_of_error(tmp_path, 1, error)
+    failure = first_failure(tmp_path)
+    assert failure is not None
+    assert failure.cause == "RuntimeError: two lines"
+    assert "Traceback" in failure.traceback
+    assert not failure.is_consequence
+    assert liveness.SILENT_S + 20 < 60  # named, ended and cleared away within a minute
