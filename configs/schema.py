@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from data_pipeline.config import CorpusConfig, DataConfig, TokenizerConfig
 from model.config import ModelConfig
@@ -18,7 +18,20 @@ from trainer.config import (
     ScheduleConfig,
     Section,
     TrackingConfig,
+    TrainerConfig,
 )
+
+
+def _seconds(value: Any) -> Any:
+    """Read [DAYS-]HOURS:MINUTES:SECONDS, as Slurm writes it."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)", str(value))
+    if match is None:
+        return value
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((24 * days + hours) * 60 + minutes) * 60 + seconds
+
+
+Seconds = Annotated[PositiveInt, BeforeValidator(_seconds)]
 
 
 class RunConfig(Section):
@@ -32,6 +45,8 @@ class RunConfig(Section):
     """Initial weights, order of samples, masks, dropout."""
     batch_hash: bool = False
     """Log a hash of every global batch (`data/hash`), and every step with it."""
+    time_limit: Seconds | None = None
+    """Wall clock of one start, seconds or [DAYS-]HOURS:MINUTES:SECONDS: it saves before that."""
 
 
 Word = Annotated[str, Field(pattern=r"^[^\s\x00-\x1f]+$")]
@@ -185,6 +200,7 @@ class Config(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)

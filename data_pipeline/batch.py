@@ -19,12 +19,10 @@ IGNORED = -100  # the label of a token that is no target
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A row with its targets."""
+    """A row with its targets: what a loader process hands over, and no more."""
 
     input_ids: np.ndarray
     """int64 [L]."""
-    positions: np.ndarray
-    """int64 [L], from 0 within each piece."""
     lengths: tuple[int, ...]
     """Tokens of each piece; their sum is L."""
     target_index: np.ndarray
@@ -34,35 +32,31 @@ class Example:
     lane: int
     cursor: Cursor
     """The lane's place after this row."""
-    digest: int
-    """63-bit hash of input ids, labels and positions."""
     faults: tuple[Fault, ...] = ()
     """What was left out on the way to this row."""
+
+    @property
+    def digest(self) -> int:
+        """63-bit hash of input ids, labels and positions."""
+        labels = np.full(len(self.input_ids), IGNORED)
+        labels[self.target_index] = self.targets
+        hashed = blake2b(digest_size=8)
+        for field in (self.input_ids, labels, _positions(self.lengths)):
+            hashed.update(field.astype("<i8", copy=False).data)
+        return int.from_bytes(hashed.digest(), "little") >> 1
 
 
 def make_example(
     row: Row, input_ids: np.ndarray, target_index: np.ndarray, targets: np.ndarray
 ) -> Example:
     """Return the example that shows `input_ids` [L] of a row and asks for `targets` [N]."""
-    lengths = np.array(row.lengths)
-    positions = np.arange(len(input_ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    labels = np.full(len(input_ids), IGNORED)
-    labels[target_index] = targets
-    hashed = blake2b(digest_size=8)
-    for field in (input_ids, labels, positions):
-        hashed.update(field.astype("<i8", copy=False).data)
-    digest = int.from_bytes(hashed.digest(), "little") >> 1
-    return Example(
-        input_ids,
-        positions,
-        row.lengths,
-        target_index,
-        targets,
-        row.lane,
-        row.cursor,
-        digest,
-        row.faults,
-    )
+    return Example(input_ids, row.lengths, target_index, targets, row.lane, row.cursor, row.faults)
+
+
+def _positions(lengths: Sequence[int]) -> np.ndarray:
+    """Return positions int64 [sum of lengths], from 0 within each piece."""
+    sizes = np.array(lengths, dtype=np.int64)
+    return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +75,18 @@ class Batch:
     """int64 [N]."""
     cursors: dict[int, Cursor]
     """The place after the last row of each lane that has one here."""
-    digests: tuple[int, ...]
-    """Each row's, in order."""
-    faults: tuple[Fault, ...] = ()
-    """What was left out on the way to these rows."""
+    examples: tuple[Example, ...] = ()
+    """The rows that it is made of, in order."""
+
+    @property
+    def digests(self) -> tuple[int, ...]:
+        """Each row's, in order; they are computed when they are asked for."""
+        return tuple(example.digest for example in self.examples)
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """What was left out on the way to these rows."""
+        return tuple(chain.from_iterable(example.faults for example in self.examples))
 
     @property
     def num_tokens(self) -> int:
@@ -115,17 +117,17 @@ class Batch:
 def collate(examples: Sequence[Example]) -> Batch:
     """Join examples in order; none at all make an empty batch."""
     starts = accumulate((len(example.input_ids) for example in examples), initial=0)
+    lengths = tuple(chain.from_iterable(example.lengths for example in examples))
     return Batch(
         input_ids=_join([example.input_ids for example in examples]),
-        positions=_join([example.positions for example in examples]),
-        lengths=tuple(chain.from_iterable(example.lengths for example in examples)),
+        positions=torch.from_numpy(_positions(lengths)),
+        lengths=lengths,
         target_index=_join(
             [example.target_index + start for example, start in zip(examples, starts, strict=False)]
         ),
         targets=_join([example.targets for example in examples]),
         cursors={example.lane: example.cursor for example in examples},
-        digests=tuple(example.digest for example in examples),
-        faults=tuple(chain.from_iterable(example.faults for example in examples)),
+        examples=tuple(examples),
     )
 
 

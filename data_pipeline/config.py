@@ -104,6 +104,9 @@ SourceOrSources = Annotated[
 ]
 
 
+Packing = Literal["packed", "padded"]
+
+
 class DataConfig(Section):
     """Which shards are trained on, in what order, and how they are read."""
 
@@ -115,6 +118,9 @@ class DataConfig(Section):
     """Held-out shards, in the same forms; none means no evaluation."""
     lanes: PositiveInt = 64
     """Independent streams that fix the order of samples, whatever the machine."""
+    packing: Packing = "packed"
+    """Documents one after another in full rows, or the paper's form, for comparison: each row one
+    piece of one document, and padding. Steps and batches count rows alike, padding included."""
     workers: NonNegativeInt = 0
     """Loader processes per rank; 0 reads in the training process."""
     on_error: Literal["stop", "skip_shard", "skip_sample"] = "stop"

@@ -24,12 +24,18 @@ from typing import BinaryIO, NoReturn, cast
 
 import zstandard
 
+from data_pipeline import archive
 from data_pipeline.compression import ZstdStream
+from data_pipeline.reading import Reading
+from data_pipeline.sources import PIPE, expand, is_remote, redacted, stat
 
 FORMATS = (".txt", ".jsonl")
 COMPRESSIONS = ("", ".gz", ".zst", ".xz")
-SUFFIXES = tuple(form + compression for form in FORMATS for compression in COMPRESSIONS)
-ACCEPTED = "a .txt or .jsonl file (also .gz, .zst, .xz)"
+SUFFIXES = (
+    *(form + compression for form in FORMATS for compression in COMPRESSIONS),
+    *archive.SUFFIXES,
+)
+ACCEPTED = "a .txt or .jsonl file (also .gz, .zst, .xz) or a .tar of texts (also .gz, .zst)"
 
 
 BLOCK_BYTES = 1 << 18  # some 50 ms of tokenizing
@@ -84,6 +90,8 @@ def source_files(sources: Sequence[str]) -> list[str]:
 
 def _files(source: str) -> list[str]:
     """Return the text files that a source names, in order."""
+    if is_remote(source):
+        return [url if url.startswith(PIPE) else _checked(url) for url in expand(source)]
     if os.path.isdir(source):
         return _folder(source)
     if os.path.exists(source):
@@ -122,7 +130,9 @@ def _folder(folder: str) -> list[str]:
 
 
 def _checked(path: str) -> str:
-    if not path.lower().endswith(SUFFIXES):
+    if is_remote(path) and not _is_archive(path):
+        raise ValueError(f"corpus: {redacted(path)} is not a .tar of texts, read as it comes")
+    if not redacted(path).lower().endswith(SUFFIXES):
         raise ValueError(f"corpus: {path} is not {ACCEPTED}")
     return path
 
@@ -145,7 +155,7 @@ def cut_into_units(files: Iterable[str], unit_bytes: int) -> list[tuple[Span, ..
     group: list[Span] = []
     free = unit_bytes
     for path in files:
-        size = os.path.getsize(path)
+        size = stat(path).size or 0
         if size > unit_bytes and path.lower().endswith(".jsonl"):
             units += [tuple(group)] if group else []
             starts = range(0, size, unit_bytes)
@@ -166,7 +176,7 @@ class Block:
 
     span: Span
     lines: tuple[bytes, ...]
-    """Lines of a .jsonl; one item, the whole text, of any other file."""
+    """Lines of a .jsonl; one item, the whole text, of any other file or member of a .tar."""
     first_line: int
     """Number of the first one, counted from the span's start."""
     is_text: bool
@@ -194,6 +204,8 @@ class Block:
 
     def _place(self, number: int) -> str:
         """Return path and line; lines before the span are counted only where one is at fault."""
+        if not self.span.start:
+            return f"{self.span.path}:{number}"
         with open(self.span.path, "rb") as file:
             left = self.span.start
             while left and (chunk := file.read(min(left, 1 << 20))):
@@ -205,9 +217,32 @@ def read_blocks(spans: Iterable[Span], on_error: OnError = stop) -> Iterator[Blo
     """Yield the content of `spans`, in blocks of BLOCK_BYTES or a whole line or text."""
     for span in spans:
         try:
-            yield from _read_span(span)
+            yield from (
+                _read_archive(span.path, on_error) if _is_archive(span.path) else _read_span(span)
+            )
         except ValueError as error:
             on_error(error)
+
+
+def _is_archive(path: str) -> bool:
+    return path.startswith(PIPE) or redacted(path).lower().endswith(archive.SUFFIXES)
+
+
+def _read_archive(path: str, on_error: OnError) -> Iterator[Block]:
+    """Yield each text of a tar as a block, whose path tells the member too."""
+    from data_pipeline.samples import BadSample, read_raw  # which parses by this module
+
+    name = redacted(path)
+    with Reading().stream(path, stat(path)) as stream:
+        for raw in read_raw(archive.decompressed(stream, name), name):
+            if isinstance(raw, BadSample):
+                on_error(ValueError(raw.reason))
+            elif raw.form == "npy":
+                on_error(ValueError(f"{raw.place}: holds ids, which are no text"))
+            else:
+                is_lines = raw.form == "jsonl"
+                lines = tuple(raw.content.splitlines(keepends=True)) if is_lines else (raw.content,)
+                yield Block(Span(raw.place), lines, 1, is_text=raw.form == "txt")
 
 
 def _read_span(span: Span) -> Iterator[Block]:
@@ -224,8 +259,9 @@ def _read_span(span: Span) -> Iterator[Block]:
             number += 1 if place > span.start else 0
         while span.end is None or place < span.end:
             most = BLOCK_BYTES if span.end is None else min(BLOCK_BYTES, span.end - place)
-            lines = stream.readlines(most)
-            if not lines:
+            # Of lines that are as long as its hint, readlines takes one too many; 0 is no hint.
+            lines = stream.readlines(most - 1) if most > 1 else [stream.readline()]
+            if not any(lines):
                 return
             yield Block(span, tuple(lines), number, is_text=False)
             place, number = place + sum(map(len, lines)), number + len(lines)
@@ -250,10 +286,11 @@ def _parse_line(line: str, key: str, text_key: str) -> Document:
     if not isinstance(text, str):
         found = "no" if text_key not in record else f"a {type(text).__name__} as"
         raise ValueError(f"{found} {text_key!r}; set corpus.text_key to the text's key")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"lone surrogate at character {error.start}") from None
+    if "\\ud" in line or "\\uD" in line:  # only an escape can write half a character
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"lone surrogate at character {error.start}") from None
     return Document(str(record.get("key", record.get("id", key))), text)
 
 

@@ -1,5 +1,6 @@
 """Shards without an index, tokenized where they are read: others' tars, wherever they are."""
 
+import glob
 import json
 import os
 from collections.abc import Sequence
@@ -119,7 +120,9 @@ def is_foreign(source: str) -> bool:
     if source.startswith(PIPE) or _path(source).endswith(SUFFIXES):
         return True
     if is_remote(source) or not os.path.isdir(source):
-        return False
+        return not _path(source).endswith(".json") and (
+            glob.has_magic(source) or os.path.isfile(source)
+        )
     return not os.path.exists(os.path.join(source, "index.json")) and bool(_in_folder(source))
 
 
@@ -162,6 +165,26 @@ def first_document(shards: ForeignShards) -> None:
         except ValueError as error:
             reading.skipped(name, error)
     raise SourceError(f"{shards.name} holds no document; take it out")
+
+
+def verify_foreign(shards: ForeignShards) -> tuple[int, list[str]]:
+    """Return how many documents the shards hold, and everything that is wrong, a line each."""
+    documents, problems = 0, list[str]()
+    for url, known in zip(shards.urls, shards.stats, strict=True):
+        name = redacted(url)
+        try:
+            with shards.reading.stream(url, known) as stream:
+                tar = decompressed(stream, name)
+                for text in read_samples(tar, name, shards.text_key):
+                    if isinstance(text, BadSample):
+                        problems.append(text.reason)
+                    else:
+                        documents += 1
+        except OSError as error:
+            problems.append(f"{name}: {error.strerror or error}")
+        except ValueError as error:
+            problems.append(str(error))
+    return documents, problems
 
 
 def _stat(url: str, patience: Reading) -> Stat:

@@ -4,10 +4,16 @@
     shard s     documents permuted by (seed, e, s)
                 where shards are fewer than lanes, cut into parts, dealt like shards
     document    [CLS] ids [SEP]
-    row         exactly seq_len tokens; a document that does not fit goes on in the next row
+    row         exactly seq_len tokens; a document that does not fit goes on in the next row,
+                however little of it is left
 
     lane 0:  |doc a|doc b|doc |   |c|doc d|doc e   |   |doc e    ...
               ----- row 0 ----     ----- row 1 -----    - row 2 -
+
+That is packing `packed`: rows are always full. `padded` is the paper's: a row is one piece of one
+document, and [PAD] after it, a piece of its own that no other token sees and nothing asks for.
+
+    lane 0:  |doc a|pad  |   |doc b|pad|   |doc c    |   |c|pad    |    ...
 
 A lane's cursor is the next token's place. It does not depend on the row length, so that may
 change at any row: nothing is lost or repeated.
@@ -22,6 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data_pipeline.config import Packing
 from data_pipeline.reading import Documents, Fault, Shards
 from data_pipeline.seeding import generator
 from data_pipeline.specials import Specials
@@ -51,7 +58,7 @@ class Row:
     ids: np.ndarray
     """int64 [seq_len]."""
     lengths: tuple[int, ...]
-    """Tokens of each document's piece, in order."""
+    """Tokens of each document's piece, in order; padding is the last one."""
     lane: int
     start: Cursor
     """Place of the first token: the key of the row's masks."""
@@ -59,6 +66,8 @@ class Row:
     """Place after the last token: what a checkpoint keeps."""
     faults: tuple[Fault, ...] = ()
     """What was left out since the lane's last row."""
+    padding: int = 0
+    """Tokens at the end that are [PAD]."""
 
 
 @lru_cache(maxsize=8)
@@ -100,9 +109,11 @@ class Lane:
         lanes: int,
         cursor: Cursor = START,
         name: int | None = None,
+        packing: Packing = "packed",
     ) -> None:
         """Open lane number `lane` of `lanes`; its rows say that they are of lane `name`."""
         self.cursor = cursor
+        self._packing = packing
         self._name = lane if name is None else name
         self._shards = shards
         self._parts = num_parts(shards, lanes)
@@ -140,8 +151,21 @@ class Lane:
             filled += length
             lengths.append(length)
             self._advance(offset + length, len(wrapped))
+            if self._packing == "padded":
+                break
+        padding = seq_len - filled if self._packing == "padded" and filled else 0
+        if padding:
+            ids[filled:] = self._shards.specials.pad
+            lengths.append(padding)
+        ids = ids[: filled + padding]
         faults, self._faults = tuple(self._faults), []
-        return Row(ids[:filled], tuple(lengths), self._name, start, self.cursor, faults)
+        return Row(ids, tuple(lengths), self._name, start, self.cursor, faults, padding)
+
+    def documents_until(self, end: Cursor) -> Iterator[tuple[int, int]]:
+        """Yield the shard, and the ordinal in it, of each document from the cursor to `end`."""
+        while self.cursor < end and self._find_document(None) and self.cursor < end:
+            yield self._shard, int(self._order[self.cursor.document])
+            self._advance(1, 1)
 
     def _find_document(self, last_epoch: int | None) -> bool:
         """Open what the cursor points to, or the next that has a document; False at the end."""
@@ -243,11 +267,11 @@ class _ReadAhead:
         return self._documents
 
 
-def eval_rows(shards: Shards, *, seq_len: int) -> Iterator[Row]:
-    """Yield every held-out document once, packed in one fixed order; the last row may be short.
+def eval_rows(shards: Shards, *, seq_len: int, packing: Packing = "packed") -> Iterator[Row]:
+    """Yield every held-out document once, in one fixed order; the last row may be short.
 
     The rows are those of a single lane's first epoch, so their `start` can key masks likewise.
     """
-    lane = Lane(shards, seed=0, lane=0, lanes=1)
+    lane = Lane(shards, seed=0, lane=0, lanes=1, packing=packing)
     while len((row := lane.next_row(seq_len, last_epoch=0)).ids):
         yield replace(row, lane=EVAL_LANE)

@@ -7,13 +7,15 @@ kept. Where lanes is a multiple of world x n, each lane is read by one process o
     lanes = 8, world = 2, n = 2     row    0 1 2 3 4 5 6 7 8 9 ...
                                     rank   0 1 0 1 0 1 0 1 0 1
                                     worker 0 0 1 1 0 0 1 1 0 0
+
+A process hands over BLOCK_ROWS of its rows at a time, since each hand-over has a price.
 """
 
 import atexit
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count, islice, zip_longest
 from typing import Any
 
 import torch
@@ -25,7 +27,8 @@ from data_pipeline.mixture import Mixture, as_mixture, source_seed
 from data_pipeline.reading import Shards
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-PREFETCHED_ROWS = 32  # per loader process; hides the reading of a shard
+BLOCK_ROWS = 16
+PREFETCHED_BLOCKS = 2  # per loader process; hides the reading of a shard
 
 Transform = Callable[[Row], Example]
 
@@ -35,6 +38,9 @@ class _Failure:
     """An error that a loader process hands over whole, where DataLoader would retell it."""
 
     error: Exception
+
+
+_Item = Example | _Failure
 
 
 class _RankRows(IterableDataset):
@@ -63,7 +69,12 @@ class _RankRows(IterableDataset):
         self._cursors = dict(cursors)
         self._transform = transform
 
-    def __iter__(self) -> Iterator[Example | _Failure]:
+    def __iter__(self) -> Iterator[list[_Item]]:
+        rows = self._rows()
+        while block := list(islice(rows, BLOCK_ROWS)):
+            yield block
+
+    def _rows(self) -> Iterator[_Item]:
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
         rows = count(self._first_row + worker * self._stride, num_workers * self._stride)
@@ -89,6 +100,7 @@ class _RankRows(IterableDataset):
                 lanes=self._num_lanes,
                 cursor=Cursor(*self._cursors.get(name, START)),
                 name=name,
+                packing=self._mixture.packing,
             )
         return lanes[name]
 
@@ -98,9 +110,9 @@ class TrainStream(Iterator[Example]):
 
     def __init__(self, rows: _RankRows, workers: int) -> None:
         self._loading: Any = None  # torch's iterator, which owns the loader processes
-        self._examples: Iterator[Example | _Failure]
+        self._examples: Iterator[_Item]
         if workers == 0:
-            self._examples = iter(rows)
+            self._examples = rows._rows()
             return
         loader = DataLoader(
             rows,
@@ -108,14 +120,15 @@ class TrainStream(Iterator[Example]):
             num_workers=workers,
             collate_fn=_as_is,
             worker_init_fn=_ignore_signals,
-            prefetch_factor=PREFETCHED_ROWS,
+            prefetch_factor=PREFETCHED_BLOCKS,
             multiprocessing_context="fork",
             generator=torch.Generator(),  # its own: the global one is the model's
         )
         # Held back until a loader process ignores them, or one sent at its start would end it.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         try:
-            self._examples = self._loading = iter(loader)
+            self._loading = iter(loader)
+            self._examples = _in_turn(self._loading, workers)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
         # At exit multiprocessing waits for processes that, by SIGTERM alone, would never end.
@@ -171,6 +184,16 @@ def check_split(lanes: int, world: int, workers: int) -> None:
             f"data.lanes={lanes} is not a multiple of {world} ranks x data.workers={workers}: "
             "change data.lanes or data.workers"
         )
+
+
+def _in_turn(blocks: Iterator[list[_Item]], workers: int) -> Iterator[_Item]:
+    """Yield rows in order from the blocks of each process in turn, whose rows lie `workers` apart.
+
+    A failure is the last row of its block, so the rows of others may end before it; it comes then.
+    """
+    while turn := list(islice(blocks, workers)):
+        for row in zip_longest(*turn):
+            yield from (item for item in row if item is not None)
 
 
 def _as_is(example: Any) -> Any:

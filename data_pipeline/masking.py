@@ -37,7 +37,7 @@ def mask_tokens(
         word = np.cumsum(starts) - 1
     else:
         word = np.arange(len(ids))
-    is_chosen = rng.random(len(ids))[word] < rate
+    is_chosen = (rng.random(len(ids)) < rate)[word]
     targets = np.flatnonzero(is_chosen & ~is_special)
     outcome = rng.random(len(targets))
     masked = ids.copy()

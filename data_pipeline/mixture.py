@@ -13,6 +13,7 @@ from hashlib import sha256
 
 import numpy as np
 
+from data_pipeline.config import Packing
 from data_pipeline.lanes import Cursor, deal
 from data_pipeline.reading import Shards
 
@@ -27,6 +28,8 @@ class Mixture:
     """What stages and metrics call them; a single source has none."""
     sources: tuple[Shards, ...]
     weights: tuple[float, ...]
+    packing: Packing = "packed"
+    """How rows are filled."""
 
     @property
     def sha256(self) -> str:
@@ -69,10 +72,11 @@ class Mixture:
     ) -> float:
         """Return how often a source was read through, after `tokens` of it.
 
-        Where its tokens are not known, `cursors` tell it, by the shards that their lanes have read.
+        Where its tokens are not known, or padded, `cursors` tell it, by the shards that their lanes
+        have read.
         """
         shards = self.sources[source]
-        if shards.epoch_tokens is not None:
+        if shards.epoch_tokens is not None and self.packing == "packed":
             return tokens / max(shards.epoch_tokens, 1)
         seed = source_seed(seed, source)
         read = [

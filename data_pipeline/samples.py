@@ -35,20 +35,44 @@ class BadSample:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class RawText:
+    """A sample's text as it stands in its member."""
+
+    place: str
+    """The shard, the byte and the member."""
+    form: str
+    """txt, json, jsonl or npy."""
+    content: bytes
+
+
 def read_samples(stream: Readable, name: str, text_key: str) -> Iterator[Text | BadSample]:
     """Yield the documents of the tar in `stream` in order, and bad samples in their places.
 
     Blank documents are left out. Raises ArchiveError where the archive is damaged; what came before
     was whole.
     """
+    for raw in read_raw(stream, name):
+        if isinstance(raw, BadSample):
+            yield raw
+            continue
+        try:
+            yield from (text for text in _texts(raw, text_key) if not _is_blank(text))
+        except ValueError as error:
+            yield BadSample(f"{raw.place}: {error}")
+
+
+def read_raw(stream: Readable, name: str) -> Iterator[RawText | BadSample]:
+    """Yield the texts of a tar as `read_samples` does, still to be parsed."""
     for members in _samples(read_tar(stream, name)):
         first = next(iter(members.values()))
+        place = f"{name}: byte {first.offset}: {shown(first.name)}"
         try:
             if "" in members:
                 raise ValueError(_misplaced(first))
-            yield from (text for text in _texts(members, text_key) if not _is_blank(text))
+            yield _raw(members, place)
         except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-            yield BadSample(f"{name}: byte {first.offset}: {shown(first.name)}: {error}")
+            yield BadSample(f"{place}: {error}")
 
 
 def _samples(tar: Iterator[Member]) -> Iterator[dict[str, Member]]:
@@ -82,33 +106,35 @@ def _misplaced(member: Member) -> str:
     return "stands there twice, or apart from the rest of its sample"
 
 
-def _texts(members: dict[str, Member], text_key: str) -> Iterator[Text]:
-    """Yield the documents of a sample; a ValueError says why it has none."""
+def _raw(members: dict[str, Member], place: str) -> RawText:
+    """Return a sample's text; a ValueError says why it has none."""
     kind = next((kind for kind in TEXTS if kind in members), None)
     if kind is None:
-        raise ValueError(f"the sample has {', '.join(members)}, but no {', '.join(TEXTS)}")
+        found = ", ".join(shown(kind) for kind in list(members)[:5])
+        raise ValueError(f"the sample has {found}, but no {', '.join(TEXTS)}")
     content = bytes(members[kind].content)
     if kind.endswith(".gz"):
         content = gzip.decompress(content)
     form = kind.removesuffix(".gz")
-    if form == "npy":
-        yield _ids(content)
-    elif form == "txt":
-        yield _checked(content.decode("utf-8-sig"))
-    elif form == "json":
-        yield _checked(parse_line(content.decode("utf-8-sig"), kind, text_key).text)
+    if form == "txt" and (at := content.find(b"\0")) >= 0:
+        raise ValueError(f"a NUL at byte {at} of it: no text, or a hole in it")
+    return RawText(place, form, content)
+
+
+def _texts(raw: RawText, text_key: str) -> Iterator[Text]:
+    """Yield the documents of a text."""
+    if raw.form == "npy":
+        yield _ids(raw.content)
+        return
+    text = raw.content.decode("utf-8-sig")
+    if raw.form == "txt":
+        yield text
+    elif raw.form == "json":
+        yield parse_line(text, raw.form, text_key).text
     else:
-        lines = content.decode("utf-8-sig").split("\n")
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
-                yield _checked(parse_line(line, f"line {number}", text_key).text)
-
-
-def _checked(text: str) -> str:
-    """Refuse a text with a NUL: no text has one, and a hole in a file is full of them."""
-    if (at := text.find("\0")) >= 0:
-        raise ValueError(f"a NUL at character {at}: no text, or a hole in it")
-    return text
+                yield parse_line(line, f"line {number}", text_key).text
 
 
 def _ids(content: bytes) -> np.ndarray:

@@ -10,13 +10,11 @@ shards depend on the corpus, the tokenizer, the seed and the sizes asked for, an
 not on parts, processes, restarts, the machine or the clock.
 """
 
-import fcntl
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
@@ -32,9 +30,11 @@ from data_pipeline.buckets import Entry, Piece, count_shards, write_bucket
 from data_pipeline.census import Census
 from data_pipeline.corpus import Document, Span, cut_into_units, read_blocks
 from data_pipeline.index import INDEX_NAME, ShardIndex, load_index
-from data_pipeline.spool import bucket_sizes, gather, write_piece, written
+from data_pipeline.sources import redacted, stat
+from data_pipeline.spool import bucket_sizes, gather, write_piece
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.tokenizing import Encoded, Encoder, EncoderPool, follow
+from data_pipeline.workplace import Workplace, read_json, write_json
 
 FORMAT = 1  # of what lies in the folder of a building; another one is not gone on with
 UNIT_BYTES = 256 << 20  # what is lost at most by a kill: seconds to a minute of work
@@ -65,16 +65,14 @@ class Building:
         layout: Layout,
     ) -> None:
         self.folder = Path(folder).absolute()
-        self.place = self.folder.with_name(f"{self.folder.name}.building")
         self._units = units
         self._encoder = encoder
         self._layout = layout
         sizes = [_size_of(span) for unit in units for span in unit]
         self._buckets = max(1, ceil(sum(sizes) / BUCKET_BYTES))
-        self._names = [self._name_unit(number) for number in range(len(units))]
-        plan = [self._names, layout.min_shards, layout.shard_mib]
-        self._plan = _hash(plan)
-        self._shards = self.place / f"{self._plan}.shards"
+        names = [self._name_unit(number) for number in range(len(units))]
+        plan = _hash([names, layout.min_shards, layout.shard_mib])
+        self.place = Workplace(self.folder, names, plan)
 
     @property
     def num_units(self) -> int:
@@ -89,40 +87,23 @@ class Building:
     @property
     def missing_units(self) -> list[int]:
         """The units that are not tokenized yet."""
-        return [n for n in range(self.num_units) if not self._unit_file(n).exists()]
+        return [n for n in range(self.num_units) if not self.place.unit(n).exists()]
 
     @property
     def missing_buckets(self) -> list[int]:
         """The buckets that are not written yet."""
-        return [b for b in range(self._buckets) if not self._bucket_file(b).exists()]
+        return [b for b in range(self._buckets) if not self.place.bucket(b).exists()]
 
-    @contextmanager
-    def locked(self, *, shared: bool) -> Iterator[None]:
+    def locked(self, *, shared: bool) -> AbstractContextManager[None]:
         """Keep the place: parts share it with one another, and with nobody who publishes.
 
         Raises:
-            ValueError: If someone else is at work.
+            ValueError: If someone else is at work, or the folder holds other things than shards.
         """
         if self.folder.exists():
             _check_replaceable(self.folder)
-        new = [parent for parent in self.place.parents if not parent.exists()]
-        self.place.mkdir(parents=True, exist_ok=True)
-        with open(self.place / "lock", "a") as lock:
-            try:
-                fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"{self.place}: another process is at work there") from None
-            except OSError:
-                pass  # a file system without locks; what is done twice there comes out the same
-            try:
-                yield
-            except ValueError:  # bad input: what it takes seconds to do again is not kept
-                if not shared and self.num_units == 1:
-                    self.clear()
-                raise
-            finally:
-                if not shared:
-                    self._tidy(new)
+        # What it takes seconds to do again is not kept when a mistake ends the work.
+        return self.place.locked(shared=shared, keeps_on_refusal=self.num_units > 1)
 
     def tokenize(
         self, pool: EncoderPool, part: int = 0, parts: int = 1, progress: Progress | None = None
@@ -132,7 +113,7 @@ class Building:
         mine = range(part, self.num_units, parts)
         for count, number in enumerate(mine):
             title = f"part {count + 1} of {len(mine)} of the text"
-            if not self._unit_file(number).exists():
+            if not self.place.unit(number).exists():
                 errors: list[str] = []
                 blocks = read_blocks(self._units[number], self._encoder.on_error(errors))
                 self._write_unit(number, pool.encode(blocks), errors, done, title, progress)
@@ -168,12 +149,12 @@ class Building:
         pieces = 0
         for piece in gather(counted()):
             key = (self._layout.seed, number, pieces, 0, 0)
-            write_piece(self._piece_file(number, pieces), piece, self._buckets, key)
+            write_piece(self.place.piece(number, pieces), piece, self._buckets, key)
             pieces += 1
         census += Census(skipped=len(errors))
         first_errors = (in_batches + errors)[:KEPT_ERRORS]
         facts = {"pieces": pieces, "census": asdict(census), "errors": first_errors}
-        _write_json(self._unit_file(number), facts)
+        write_json(self.place.unit(number), facts)
 
     def write(
         self,
@@ -196,7 +177,7 @@ class Building:
             itemsize=self._encoder.dtype.itemsize,
         )
         firsts = list(accumulate(counts, initial=0))
-        self._shards.mkdir(exist_ok=True)
+        self.place.shards.mkdir(exist_ok=True)
         write = partial(self._write_bucket, self._pieces(), firsts)
         processes = min(len(todo), workers or len(os.sched_getaffinity(0)))
         if processes > 1:
@@ -210,13 +191,13 @@ class Building:
         entries = write_bucket(
             pieces,
             bucket,
-            self._shards,
+            self.place.shards,
             first_shard=firsts[bucket],
             num_shards=firsts[bucket + 1] - firsts[bucket],
             dtype=self._encoder.dtype,
             seed=self._layout.seed,
         )
-        _write_json(self._bucket_file(bucket), entries)
+        write_json(self.place.bucket(bucket), entries)
         documents, tokens = (
             sum(int(entry[key]) for entry in entries) for key in ("docs", "tokens")
         )
@@ -226,7 +207,7 @@ class Building:
         """Write the index, and let the folder appear in one step; an earlier one goes."""
         entries: list[Entry] = []
         for bucket in range(self._buckets):
-            entries += json.loads(self._bucket_file(bucket).read_text())
+            entries += read_json(self.place.bucket(bucket))
         census = self.census()
         index = {
             "shards": entries,
@@ -241,23 +222,19 @@ class Building:
             "text": census.summary(),
         }
         listed = {entry["url"] for entry in entries}
-        for left_by_killed in self._shards.iterdir():
+        for left_by_killed in self.place.shards.iterdir():
             if left_by_killed.name not in listed:
                 left_by_killed.unlink()
-        _write_json(self._shards / INDEX_NAME, index)
+        write_json(self.place.shards / INDEX_NAME, index)
         if self.folder.exists():
-            self.folder.rename(self.place / f"{self._plan}.earlier")
-        self._shards.rename(self.folder)
-        self.clear()
+            self.folder.rename(self.place.earlier)
+        self.place.shards.rename(self.folder)
+        self.place.clear()
         return load_index(self.folder)
-
-    def clear(self) -> None:
-        """Remove all that is kept for going on."""
-        shutil.rmtree(self.place, ignore_errors=True)
 
     def census(self) -> Census:
         """Return the counts of all units that are there."""
-        there = (self._census(n) for n in range(self.num_units) if self._unit_file(n).exists())
+        there = (self._census(n) for n in range(self.num_units) if self.place.unit(n).exists())
         return sum(there, start=Census())
 
     def errors(self) -> list[str]:
@@ -276,7 +253,7 @@ class Building:
         pieces, first = [], 0
         for number in range(self.num_units):
             facts = self._facts(number)
-            pieces += [Piece(self._piece_file(number, n), first) for n in range(facts["pieces"])]
+            pieces += [Piece(self.place.piece(number, n), first) for n in range(facts["pieces"])]
             first += facts["census"]["documents"]
         return pieces
 
@@ -284,35 +261,19 @@ class Building:
         """Hash all that a unit's pieces depend on."""
         spans = []
         for span in self._units[number]:
-            status = os.stat(span.path)
-            spans.append([*asdict(span).values(), status.st_size, status.st_mtime_ns])
+            known = stat(span.path)
+            place = [redacted(span.path), span.start, span.end]
+            spans.append([*place, known.size, known.version])
         encoder = self._encoder
         made_by = [encoder.tokenizer.sha256, encoder.text_key, encoder.skips_errors]
         return _hash([FORMAT, number, spans, made_by, self._layout.seed, self._buckets])
 
-    def _unit_file(self, number: int) -> Path:
-        return self.place / f"{self._names[number]}.json"
-
-    def _piece_file(self, number: int, piece: int) -> Path:
-        return self.place / f"{self._names[number]}.{piece}.piece"
-
-    def _bucket_file(self, bucket: int) -> Path:
-        return self.place / f"{self._plan}.bucket-{bucket}.json"
-
     def _facts(self, number: int) -> dict[str, Any]:
-        facts: dict[str, Any] = json.loads(self._unit_file(number).read_text())
+        facts: dict[str, Any] = read_json(self.place.unit(number))
         return facts
 
     def _census(self, number: int) -> Census:
         return Census(**self._facts(number)["census"])
-
-    def _tidy(self, new: list[Path]) -> None:
-        """Take away a place that nothing has been done in, and parents made for it."""
-        if self.place.exists() and [path.name for path in self.place.iterdir()] == ["lock"]:
-            self.clear()
-        with suppress(OSError):  # what is not empty, or someone else's by now, stays
-            for folder in new:
-                folder.rmdir()
 
 
 def write_shards(
@@ -333,14 +294,14 @@ def write_shards(
     layout = Layout(seed=seed, min_shards=min_shards, shard_mib=shard_mib)
     building = Building(folder, [()], Encoder(tokenizer), layout)
     with building.locked(shared=False), EncoderPool(Encoder(tokenizer), workers) as pool:
-        building.clear()
-        building.place.mkdir()
+        building.place.clear()
+        building.place.path.mkdir()
         try:
             building._write_unit(0, pool.encode(documents), [], Census(), "", None)
             building.write()
             return building.publish()
         finally:
-            building.clear()
+            building.place.clear()
 
 
 def plan_building(
@@ -378,13 +339,8 @@ def _report(buckets: Iterable[Census], total: int, progress: Progress | None) ->
 
 
 def _size_of(span: Span) -> int:
-    return os.path.getsize(span.path) if span.end is None else span.end - span.start
+    return (stat(span.path).size or 0) if span.end is None else span.end - span.start
 
 
 def _hash(value: object) -> str:
     return sha256(json.dumps(value).encode()).hexdigest()[:16]
-
-
-def _write_json(path: Path, value: object) -> None:
-    with written(path) as partial_path:
-        partial_path.write_text(json.dumps(value, indent=1) + "\n")

@@ -20,7 +20,7 @@ from data_pipeline.corpus import Document
 from data_pipeline.sampling import LineSample
 from data_pipeline.sentencepieces import SentencePieceTokenizer, train_sentencepiece
 from data_pipeline.specials import NUM_SPECIALS, STANDARD, Specials
-from data_pipeline.wordpieces import WordPieceTokenizer, train_wordpiece
+from data_pipeline.wordpieces import MissingPackages, WordPieceTokenizer, train_wordpiece
 
 
 class Tokenizer(Protocol):
@@ -121,6 +121,8 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
         if not path.is_file():
             raise ValueError("does not exist")
         tokenizer = kind.load(path.read_bytes())
+    except MissingPackages:
+        raise
     except ValueError as error:
         raise ValueError(
             f"tokenizer.model: {path} {error}; train it with `roformer tokenizer`"

@@ -64,8 +64,8 @@ class Encoder:
                 if document.is_blank:
                     blank += 1
                     continue
-                num_bytes += len(document.text.encode())
                 encoded.append(self.tokenizer.encode(document.text))
+                num_bytes += len(document.text.encode())  # now cheap: SentencePiece has asked it
         lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
         ids = np.concatenate([np.zeros(0, dtype=np.int32), *encoded])
         census = Census(

@@ -30,7 +30,18 @@ CONTINUES = "##"
 UNKNOWN = "[UNK]"
 COVERAGE = 0.9995  # of a corpus's characters, in a vocabulary that is trained here
 REMEMBERED_WORDS = 1 << 18
-NEEDS = "tokenizer.kind=wordpiece needs rjieba and tokenizers: pip install '.[chinese]'"
+
+
+class MissingPackages(ValueError):
+    """What this kind needs is not installed."""
+
+
+def require_packages() -> None:
+    """Raise MissingPackages where the group `chinese` is not installed."""
+    if not IS_INSTALLED:
+        raise MissingPackages(
+            "tokenizer.kind=wordpiece needs rjieba and tokenizers: pip install '.[chinese]'"
+        )
 
 
 class WordPieceTokenizer:
@@ -41,8 +52,7 @@ class WordPieceTokenizer:
 
     def __init__(self, vocabulary: bytes) -> None:
         """Load a vocabulary file's content; a ValueError says why it cannot be used."""
-        if not IS_INSTALLED:
-            raise ValueError(NEEDS)
+        require_packages()
         try:
             text = vocabulary.decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -112,7 +122,7 @@ class WordPieceTokenizer:
         place = 0
         for word in rjieba.cut(self._character[ids].tobytes().decode("utf-32-le"), False):
             # One that the vocabulary has would have been one id.
-            if len(word) > 1 and word not in self._ids and "\n" not in word:
+            if len(word) > 1 and word not in self._ids:
                 starts[place + 1 : place + len(word)] = False
             place += len(word)
         return starts
@@ -134,8 +144,7 @@ def train_wordpiece(config: TokenizerConfig, lines: Iterable[str]) -> bytes:
     Raises:
         ValueError: If the text has too few of them, or too many characters.
     """
-    if not IS_INSTALLED:
-        raise ValueError(NEEDS)
+    require_packages()
     assert config.vocab_size is not None
     words = Counter(word for line in lines for word in cut_words(line) if not word.isspace())
     characters: Counter[str] = Counter()

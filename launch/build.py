@@ -15,10 +15,13 @@ from rich.console import Console
 
 from configs.schema import Config
 from data_pipeline.corpus import keep_in, read_documents, source_files, stop
+from data_pipeline.foreign import is_foreign, open_foreign, verify_foreign
 from data_pipeline.index import INDEX_NAME, load_index
 from data_pipeline.index import verify as verify_shards
+from data_pipeline.reading import Reading
 from data_pipeline.shards import Building, Layout, plan_building
-from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
+from data_pipeline.sources import redacted, stat
+from data_pipeline.tokenizers import BytesTokenizer, load_tokenizer, train_tokenizer
 from data_pipeline.tokenizing import Encoder, EncoderPool
 from launch.errors import EXIT_FAILED, EXIT_OK, Failed
 from launch.meter import metered, print_census, spinner
@@ -66,9 +69,14 @@ def build_tokenizer(config: Config, console: Console) -> int:
         "text": _fingerprint(config.corpus.train, config.corpus.text_key),
     }
     if model.exists():
-        note.check(model, made_from)
-        console.print(f"tokenizer: {model} is there and up to date")
+        if note.path.exists():
+            note.check(model, made_from)
+        load_tokenizer(settings)  # whole, and what the config says
+        state = "up to date" if note.path.exists() else "kept: it was not trained here"
+        console.print(f"tokenizer: {model} is there and {state}")
         return EXIT_OK
+    if settings.vocab_size is None:
+        raise ValueError("tokenizer.vocab_size is null; say how many pieces to train")
     errors: list[str] = []
     on_error = keep_in(errors) if config.corpus.on_error == "skip" else stop
     with spinner(console, f"tokenizer: training {settings.kind} of {settings.vocab_size:,}"):
@@ -124,7 +132,7 @@ def build_shards(
             }
             if (folder / INDEX_NAME).exists():
                 note.check(folder, made_from)
-                building.clear()  # where only this was left to do
+                building.place.clear()  # where only this was left to do
                 console.print(f"shards: {folder} is there and up to date")
                 continue
             with building.locked(shared=part is not None):
@@ -191,18 +199,21 @@ def _publish(
     print_census(console, census, errors)
 
 
-def verify(path: Path, console: Console) -> int:
-    """Check a folder of shards against its index."""
-    index = load_index(path)
-    problems = verify_shards(path)
+def verify(source: str, text_key: str, console: Console) -> int:
+    """Check shards against their index, or the structure of those that have none."""
+    if is_foreign(source):
+        shards = open_foreign(source, BytesTokenizer(), text_key, Reading())
+        documents, problems = verify_foreign(shards)
+        whole = f"{len(shards.urls)} shards without an index, {documents:,} documents"
+    else:
+        index = load_index(source)
+        problems = verify_shards(source)
+        whole = f"{len(index.shards)} shards, {index.docs:,} documents, {index.tokens:,} tokens"
     for problem in problems:
         console.print(f"verify: {problem}", style="red", highlight=False, markup=False)
     if problems:
         return EXIT_FAILED
-    console.print(
-        f"verify: {index.folder} is whole: {len(index.shards)} shards, {index.docs:,} documents, "
-        f"{index.tokens:,} tokens"
-    )
+    console.print(f"verify: {redacted(source)} is whole: {whole}", markup=False)
     return EXIT_OK
 
 
@@ -221,6 +232,6 @@ def _fingerprint(sources: list[str], text_key: str) -> str:
     """Hash the names, sizes and times of all files of a corpus."""
     digest = hashlib.sha256(text_key.encode())
     for name in source_files(sources):
-        status = Path(name).stat()
-        digest.update(f"\0{name}\0{status.st_size}\0{status.st_mtime_ns}".encode())
+        known = stat(name)
+        digest.update(f"\0{redacted(name)}\0{known.size}\0{known.version}".encode())
     return digest.hexdigest()

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from launch.errors import exit_code
+from trainer.preemption import signals_held
 
 # Commands import what they need when they run: torch and deepspeed take seconds.
 
@@ -33,7 +34,7 @@ def _shards(arguments: argparse.Namespace, console: Console) -> int:
 def _verify(arguments: argparse.Namespace, console: Console) -> int:
     from launch.build import verify
 
-    return verify(arguments.path, console)
+    return verify(arguments.source, arguments.text_key, console)
 
 
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
@@ -43,9 +44,10 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _train(arguments: argparse.Namespace, console: Console) -> int:
-    from launch.spawn import train_here
+    with signals_held():  # during the seconds of imports and checks: answered by the ranks
+        from launch.spawn import train_here
 
-    return train_here(arguments.config, arguments.overrides, console)
+        return train_here(arguments.config, arguments.overrides, console)
 
 
 def _profile(arguments: argparse.Namespace, console: Console) -> int:
@@ -62,9 +64,10 @@ def _profile(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _compare(arguments: argparse.Namespace, console: Console) -> int:
-    from launch.compare import compare
+    with signals_held():
+        from launch.compare import compare
 
-    return compare(arguments.config, arguments.overrides, console)
+        return compare(arguments.config, arguments.overrides, console)
 
 
 def _launch(arguments: argparse.Namespace, console: Console) -> int:
@@ -216,11 +219,13 @@ def build_parser() -> argparse.ArgumentParser:
             OPTIONS[name](command)
     command = commands.add_parser(
         "verify",
-        help="check a folder of shards against its index",
-        description="Check every byte of a folder of shards against its index.json; exit 1 where "
-        "shards are damaged, 2 where there is no index to read.",
+        help="check shards against their index, or others' tars by their structure",
+        description="Check every byte of shards against their index.json (a path or a URL, its own "
+        "or its folder's); or, without an index, the structure of tars and samples (names, "
+        "patterns, URLs). Exit 1 where there is damage, 2 where there is nothing to read.",
     )
-    command.add_argument("path", type=Path, metavar="INDEX_OR_DIR")
+    command.add_argument("source", metavar="INDEX_OR_SHARDS")
+    command.add_argument("--text-key", default="text", help="key of the text in json and jsonl")
     command.set_defaults(run=_verify)
     command = commands.add_parser(
         "report",

@@ -16,7 +16,7 @@ import torch
 
 from configs.loader import ConfigError
 from configs.schema import Config
-from data_pipeline.config import SourceConfig
+from data_pipeline.config import DataConfig
 from data_pipeline.foreign import ForeignShards, first_document
 from data_pipeline.index import ShardIndex
 from data_pipeline.loader import check_split
@@ -24,7 +24,7 @@ from data_pipeline.mixture import Mixture
 from data_pipeline.opening import open_reading, open_shards
 from data_pipeline.reading import Reading, Shards
 from data_pipeline.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer
-from launch.run_folder import data_problems, folder_problems
+from launch.run_folder import CHECKPOINTS, data_problems, folder_of, folder_problems
 from trainer import checkpoint
 from trainer.curriculum import Factors, Stage, batch_factors, build_stages
 
@@ -41,7 +41,7 @@ class Prepared:
     factors: tuple[Factors, ...]
     """How each stage's batch is cut on this world."""
     checkpoint: Path | None
-    """Where the run goes on from; None: it starts afresh."""
+    """Where the run goes on from, by sizes alone; None: it starts afresh."""
     hosts: tuple[str, ...] = ()
     """Where its ranks are, in rank order, each once."""
 
@@ -86,7 +86,7 @@ def prepare(config: Config, world: int, *, new_run: bool = True, here: bool = Tr
         attempt(read, f"data.train{f'.{number}' * bool(source.name)}", source.shards)
         for number, source in enumerate(config.data.sources)
     ]
-    train: Any = None if None in sources else _mixture(config.data.sources, sources)
+    train: Any = None if None in sources else _mixture(config.data, sources)
     held_out = attempt(read, "data.eval", config.data.eval) if config.data.eval else None
     attempt(check_split, config.data.lanes, world, config.data.workers)
     factors = [attempt(_factors, stage, config, world) for stage in stages]
@@ -101,11 +101,15 @@ def prepare(config: Config, world: int, *, new_run: bool = True, here: bool = Tr
         problems += folder_problems(config)
     if new_run and tokenizer is not None and train is not None:
         problems += data_problems(config, fingerprints(tokenizer, train, held_out))
-    root = Path(config.run.dir) / config.run.name / "checkpoints"
-    resume_from = attempt(checkpoint.find, root, config.checkpoint.resume) if new_run else None
+    resume_from = attempt(_resume_from, config) if new_run else None
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return Prepared(config, tokenizer, train, held_out, stages, tuple(factors), resume_from)
+
+
+def _resume_from(config: Config) -> Path | None:
+    root = folder_of(config) / CHECKPOINTS
+    return checkpoint.find(root, config.checkpoint.resume, in_full=False)
 
 
 def _open(
@@ -128,9 +132,10 @@ def _open(
     return shards
 
 
-def _mixture(configs: list[SourceConfig], sources: list[Shards]) -> Mixture:
-    names = tuple(config.name for config in configs)
-    return Mixture(names, tuple(sources), tuple(config.weight for config in configs))
+def _mixture(data: DataConfig, sources: list[Shards]) -> Mixture:
+    names = tuple(source.name for source in data.sources)
+    weights = tuple(source.weight for source in data.sources)
+    return Mixture(names, tuple(sources), weights, data.packing)
 
 
 def _shard_problems(key: str, index: ShardIndex) -> Iterator[str]:

@@ -140,7 +140,8 @@ def measure(
             named_parts(trainer.engine.module, trainer.engine),
             profile(activities=activities, with_flops=True, record_shapes=True) as profiler,
         ):
-            results = [trainer.train_step(stage, factors, rows) for _ in range(steps)]
+            made = [trainer.train_step(stage, factors, rows) for _ in range(steps)]
+            results = [result for result in made if result is not None]
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(trace))

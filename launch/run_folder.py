@@ -7,6 +7,8 @@ done             the run is finished           } left at the end, taken away at 
 requeue          it was preempted, and saved   }
 stop             whoever makes it asks the run to save and end; taken away when it has
 lock             held by the first rank while it trains
+ranks/           see trainer.liveness
+bad_steps.jsonl  steps that were skipped, with their documents
 """
 
 import fcntl
@@ -15,7 +17,9 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,16 +27,19 @@ import torch
 
 from configs.loader import ConfigError, load, to_yaml
 from configs.schema import Config
+from trainer import checkpoint
 
 DONE, REQUEUE, STOP, STUDY, LOCK = "done", "requeue", "stop", "study.json", "lock"
-PARENT = "ROFORMER_PARENT"
-"""Variable by which ranks know the `roformer` process that started them."""
+PULSES, CHECKPOINTS = "ranks", "checkpoints"
+PARENT, STARTED = "ROFORMER_PARENT", "ROFORMER_STARTED"
+"""Variables by which ranks know the `roformer` process that started them, and when (unix s)."""
 
 PACKAGES = ("roformer-pretraining", "torch", "deepspeed", "webdataset", "sentencepiece", "mlflow")
 
 CURVE_SECTIONS = ("tokenizer", "model", "objective", "curriculum", "optimizer", "schedule")
 """Sections that shape the curve: another value of theirs is another run."""
-CURVE_KEYS = ("run.seed", "data.train", "data.eval", "data.lanes", "data.text_key")
+CURVE_KEYS = ("run.seed", "data.lanes", "data.packing", "data.text_key")
+"""So do these, and the data, which is known by its sha256 wherever it lies."""
 
 
 def folder_of(config: Config) -> Path:
@@ -60,19 +67,88 @@ def folder_problems(config: Config) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
             return
-    written = folder / "config.yaml"
-    if not written.exists():
+    if not (folder / "config.yaml").exists():
         return
     try:
-        before = load(written)
+        refused = [c for c in _config_changes(config) if not c.is_taken]
     except ConfigError as error:
         yield f"{error.problems[0]}; choose another run.name"
         return
-    if changed := list(_differences(before, config)):
+    if refused:
         yield (
-            f"run.name: {folder} is a run with another configuration ({'; '.join(changed)}); "
-            f"choose another run.name, or remove that folder"
+            f"run.name: {folder} is a run with another configuration "
+            f"({'; '.join(map(str, refused))}); choose another run.name, or go on regardless by "
+            f"checkpoint.allow_changes=[{','.join(change.key for change in refused)}]"
         )
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that differs from a run's last start."""
+
+    key: str
+    before: Any
+    now: Any
+    is_taken: bool
+    """Whether it leaves the curve so far alone, or is allowed by `checkpoint.allow_changes`."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} before, {self.now} now"
+
+
+def changes(config: Config, fingerprints: Mapping[str, Any]) -> list[Change]:
+    """Return what differs from the last start in this run's folder; nothing before the first.
+
+    Raises:
+        ConfigError: If its config.yaml can't be read.
+    """
+    return [*_config_changes(config), *_data_changes(config, fingerprints)]
+
+
+def _config_changes(config: Config) -> Iterator[Change]:
+    written = folder_of(config) / "config.yaml"
+    if not written.exists():
+        return
+    before = load(written)
+    old, new = (dict(_flatten("", c.model_dump(mode="json"))) for c in (before, config))
+    keeps_past = _keeps_past(before, config)
+    for key in sorted(old.keys() | new.keys()):
+        if key.startswith("checkpoint.allow_changes") or old.get(key) == new.get(key):
+            continue
+        yield Change(key, old.get(key), new.get(key), _is_taken(key, old, new, keeps_past, config))
+
+
+def _is_taken(
+    key: str, old: Mapping[str, Any], new: Mapping[str, Any], keeps_past: bool, config: Config
+) -> bool:
+    """Whether a key may differ: it shapes no curve, or only what is to come, or is allowed to."""
+    is_stage_to_come = key.startswith("curriculum.stages.") and (
+        key.endswith(".steps") or key not in old or key not in new
+    )
+    shapes_curve = key.partition(".")[0] in CURVE_SECTIONS or key.startswith(CURVE_KEYS)
+    if not shapes_curve or (is_stage_to_come and keeps_past):
+        return True
+    return any(f"{key}.".startswith(f"{name}.") for name in config.checkpoint.allow_changes)
+
+
+def _keeps_past(before: Config, now: Config) -> bool:
+    """Whether the steps that a run has made lie in the same stages in both."""
+    saved = checkpoint.complete(folder_of(now) / CHECKPOINTS)
+    step = checkpoint.step_of(saved[0]) if saved else 0
+    ends = (accumulate(s.steps for s in c.curriculum.stages) for c in (before, now))
+    old, new = ([end for end in found if end < step] for found in ends)
+    return old == new
+
+
+def _data_changes(config: Config, fingerprints: Mapping[str, Any]) -> Iterator[Change]:
+    written = folder_of(config) / "versions.json"
+    if not written.exists():
+        return
+    before = json.loads(written.read_text(encoding="utf-8"))
+    for key, value in fingerprints.items():
+        if before.get(key) != value:
+            named = [name.partition(".")[0] for name in config.checkpoint.allow_changes]
+            yield Change(f"sha256 of {key}", before.get(key), value, key in named)
 
 
 def unwritable(path: Path) -> Path | None:
@@ -102,32 +178,14 @@ def lock_folder(folder: Path) -> TextIO:
 
 def data_problems(config: Config, fingerprints: Mapping[str, Any]) -> Iterator[str]:
     """Say what of the data that a run has begun with is other data now."""
-    written = folder_of(config) / "versions.json"
-    if written.exists():
-        before = json.loads(written.read_text(encoding="utf-8"))
-        for key, value in fingerprints.items():
-            if before.get(key) != value:
-                yield (
-                    f"{folder_of(config)} was trained with another {key} ({before.get(key)}; now "
-                    f"{value}); choose another run.name, or remove that folder"
-                )
-
-
-def _differences(before: Config, now: Config) -> Iterator[str]:
-    old, new = (_curve_leaves(config) for config in (before, now))
-    for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key):
-            yield f"{key}: {old.get(key)} before, {new.get(key)} now"
-
-
-def _curve_leaves(config: Config) -> dict[str, Any]:
-    leaves = dict(_flatten("", config.model_dump(mode="json")))
-    return {
-        key: value
-        for key, value in leaves.items()
-        if key.partition(".")[0] in CURVE_SECTIONS
-        or f"{key}.".startswith(tuple(f"{curve_key}." for curve_key in CURVE_KEYS))
-    }
+    for change in _data_changes(config, fingerprints):
+        if not change.is_taken:
+            key = change.key.rpartition(" ")[2]
+            yield (
+                f"{folder_of(config)} was trained with another {key} ({change.before}; now "
+                f"{change.now}); choose another run.name, or go on regardless by "
+                f"checkpoint.allow_changes=[{key}]"
+            )
 
 
 def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -7,12 +7,19 @@
 `roformer train` checks the config and starts this module, once a rank.
 """
 
+if __name__ == "__main__":  # from before the seconds that torch and deepspeed take
+    from trainer.preemption import hold_signals
+
+    hold_signals()
+
 import argparse
+import hashlib
 import logging
 import os
 import sys
+import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,16 +29,21 @@ import torch.distributed
 from rich.console import Console
 
 from configs.loader import ConfigError
-from launch.agreement import agree, attempt
+from configs.schema import Config
+from launch.agreement import Attempt, agree, attempt
 from launch.environment import adopt, check_ranks
-from launch.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, Failed, exit_code
+from launch.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, Failed, Told, exit_code
 from launch.preflight import Prepared, fingerprints
 from launch.rank_log import RankLog
 from launch.run_folder import (
+    CHECKPOINTS,
     DONE,
     PARENT,
+    PULSES,
     REQUEUE,
+    STARTED,
     STOP,
+    changes,
     folder_of,
     lock_folder,
     open_folder,
@@ -42,15 +54,27 @@ from model.heads import LanguageModel
 from model.initialize import initialize
 from model.linear_attention import redraw
 from trainer import checkpoint
-from trainer.distributed import World, in_world, share_cores, world_from_environment
+from trainer.bad_steps import BadSteps, Diverged
+from trainer.checkpoint import SaveFailed
+from trainer.distributed import (
+    World,
+    from_first,
+    in_world,
+    share_cores,
+    world_from_environment,
+)
 from trainer.engine import Engine, init_distributed
-from trainer.loop import Data, Diverged, Settings, Trainer
+from trainer.liveness import Liveness, tell_of_error
+from trainer.loop import Data, Settings, Trainer
 from trainer.metrics import MetricsFile, Recorder, measure_matmul_peak, sources_read
 from trainer.objectives import build_objective
 from trainer.preemption import Preempted, StopRequest
 from trainer.progress import Progress
+from trainer.saving import Saver
 from trainer.state import TrainState
 from trainer.tracking import Status, Tracker
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -82,7 +106,7 @@ def train(path: Path, overrides: Sequence[str], log: RankLog) -> int:
 
     Raises:
         Preempted: When the only rank was asked to stop, after saving.
-        Failed: When the loss is not finite.
+        Failed: When too many steps were no numbers, or the disk refused a checkpoint.
         ConfigError: When the config, or what it names, is not right; `Told` where many ranks are.
     """
     adopt(os.environ)
@@ -90,30 +114,62 @@ def train(path: Path, overrides: Sequence[str], log: RankLog) -> int:
     world = world_from_environment()
     mine = attempt(path, overrides, world)
     if mine.config is not None:
-        config = mine.config
-        check_ranks(world.size, config.launch, os.environ)
-        parent = os.environ.get(PARENT)
-        stop = StopRequest(folder_of(config) / STOP, int(parent) if parent else None)
+        check_ranks(world.size, mine.config.launch, os.environ)
+        stop = stop_request(mine.config)
         stop.install()
-        log.open(folder_of(config), world)
+        log.open(folder_of(mine.config), world)
     if world.size == 1 and mine.problems:
         raise ConfigError(mine.problems)
     share_cores(world)
     level = logging.WARNING if world.is_first else logging.ERROR
     logging.basicConfig(level=level, format="roformer: %(message)s")
-    init_distributed(world, timeout_s=mine.timeout_s)
-    prepared = agree(mine, world)
-    console = Console(stderr=True, soft_wrap=True) if world.is_first else None
+    if mine.config is None:
+        init_distributed(world, timeout_s=mine.timeout_s)
+        agree(mine, world)  # raises on all ranks
+        raise AssertionError("a rank without a config has agreed")
+    pulses = folder_of(mine.config) / PULSES
     try:
-        with recording(prepared, world, console) as metrics:
-            build_trainer(prepared, world, stop, metrics, console).fit()
+        with Liveness(pulses, world, timeout_s=mine.timeout_s) as liveness:
+            train_watched(mine, world, stop, liveness)
+    except Told:
+        raise
     except Preempted:
         if not has_launcher:
             raise
-    except Diverged as error:
+    except (Diverged, SaveFailed) as error:
+        tell_of_error(pulses, world.rank, error)
         raise Failed(str(error)) from None
+    except BaseException as error:
+        tell_of_error(pulses, world.rank, error)
+        raise
     torch.distributed.destroy_process_group()
     return EXIT_OK
+
+
+def train_watched(mine: Attempt, world: World, stop: StopRequest, liveness: Liveness) -> None:
+    """Meet the other ranks, agree with them on the run, put it together and train it."""
+    init_distributed(world, timeout_s=mine.timeout_s)
+    liveness.see_others()
+    prepared = agree(mine, world)
+    console = Console(stderr=True, soft_wrap=True) if world.is_first else None
+    with recording(prepared, world, console) as metrics:
+        build_trainer(prepared, world, stop, metrics, console, liveness.pulse).fit()
+
+
+def stop_request(config: Config) -> StopRequest:
+    """Return what can ask this rank to stop: signals, the file, its starter's end, the clock."""
+    parent, started, limit = os.environ.get(PARENT), os.environ.get(STARTED), config.run.time_limit
+    grace_s = float(config.checkpoint.grace_seconds)
+    deadline = None
+    if limit is not None:
+        begun = float(started) if started else time.time()
+        deadline = begun + limit - min(grace_s, limit / 10)
+    return StopRequest(
+        folder_of(config) / STOP,
+        int(parent) if parent else None,
+        deadline=deadline,
+        grace_s=grace_s,
+    )
 
 
 def build_trainer(
@@ -122,12 +178,14 @@ def build_trainer(
     stop: StopRequest,
     metrics: MetricsFile | None,
     console: Console | None,
+    pulse: Callable[[str], None] = lambda phase: None,
 ) -> Trainer:
     """Put a run together from its config, going on from its checkpoint if there is one."""
     config, tokenizer = prepared.config, prepared.tokenizer
     objective = partial(build_objective, config.objective, tokenizer, config.run.seed)
     causal = objective(config.objective.mask_rate).causal
-    saved = checkpoint.load(prepared.checkpoint) if prepared.checkpoint else None
+    root = folder_of(config) / CHECKPOINTS
+    saved, order = find_checkpoint(config, world), order_of(prepared)
     model = LanguageModel(
         config.model,
         vocab_size=tokenizer.vocab_size,
@@ -139,7 +197,7 @@ def build_trainer(
     if saved is None:
         initialize(model, config.run.seed)
     else:
-        model.load_state_dict(saved.weights)
+        load_weights(model, saved)
     engine = Engine(
         model,
         engine=config.engine,
@@ -149,8 +207,13 @@ def build_trainer(
     )
     if saved is not None:
         engine.restore_state(saved.tensors, saved.optimizer_steps)
+        engine.restore_loss_scale(saved.loss_scale)
     progress = Progress(config.run.name, prepared.stages[-1].last_step, console=console)
-    progress.say(f"goes on from {saved.folder}" if saved else "starts afresh")
+    progress.say(f"goes on from {saved.folder}" if saved else "starts afresh: no checkpoint yet")
+    state = saved.state if saved else TrainState()
+    if saved and saved.order != order:
+        progress.say("other data, lanes or seed than the checkpoint's: reads them from the start")
+        state.cursors.clear()
     return Trainer(
         settings=Settings(
             seed=config.run.seed,
@@ -158,7 +221,6 @@ def build_trainer(
             schedule=config.schedule,
             engine=config.engine,
             evaluation=config.evaluation,
-            checkpoint=config.checkpoint,
         ),
         stages=prepared.stages,
         data=Data(
@@ -171,8 +233,24 @@ def build_trainer(
         ),
         engine=engine,
         world=world,
-        state=saved.state if saved else TrainState(),
-        checkpoints=folder_of(config) / "checkpoints",
+        state=state,
+        saver=Saver(
+            root,
+            engine,
+            world,
+            config.checkpoint,
+            order=order,
+            saved_step=state.step,
+            pulse=pulse,
+        ),
+        bad_steps=BadSteps(
+            folder_of(config) / "bad_steps.jsonl",
+            prepared.train,
+            seed=config.run.seed,
+            lanes=config.data.lanes,
+            max_in_a_row=config.trainer.max_bad_steps,
+            world=world,
+        ),
         recorder=Recorder(
             metrics,
             every_steps=config.tracking.every_steps,
@@ -184,7 +262,58 @@ def build_trainer(
         progress=progress,
         stop=stop,
         redraw=partial(redraw, model, config.run.seed),
+        pulse=pulse,
     )
+
+
+def find_checkpoint(config: Config, world: World) -> checkpoint.Checkpoint | None:
+    """Load what the run goes on from; the first rank alone reads every byte to choose it.
+
+    Raises:
+        ConfigError: On all ranks, where there are checkpoints and none will do.
+    """
+    root = folder_of(config) / CHECKPOINTS
+
+    def choose() -> tuple[Path | None, str | None]:
+        try:
+            found = checkpoint.find(root, config.checkpoint.resume)
+            if found is not None and found.absolute().parent == root.absolute():
+                for folder in checkpoint.set_aside_after(root, checkpoint.step_of(found)):
+                    log.warning("set aside: %s is of a later step than %s", folder, found.name)
+        except (ValueError, OSError) as error:
+            return None, str(error)
+        return found, None
+
+    found, problem = from_first(choose)
+    if problem is not None:
+        raise ConfigError([problem])
+    return checkpoint.load(found) if found else None
+
+
+def order_of(prepared: Prepared) -> str:
+    """Fingerprint what fixes the order of samples; cursors mean nothing in another order."""
+    config = prepared.config
+    facts = (prepared.train.sha256, config.run.seed, config.data.lanes)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def load_weights(model: LanguageModel, saved: checkpoint.Checkpoint) -> None:
+    """Put a checkpoint's weights into a model.
+
+    Raises:
+        ConfigError: Where it is another model's.
+    """
+    own = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    theirs = {name: tuple(tensor.shape) for name, tensor in saved.weights.items()}
+    for name in sorted(own.keys() | theirs.keys()):
+        if own.get(name) != theirs.get(name):
+            raise ConfigError(
+                [
+                    f"{saved.folder} is of another model: {name} is {theirs.get(name)} there, and "
+                    f"{own.get(name)} here"
+                ]
+            )
+    model.load_state_dict(saved.weights)
 
 
 @contextmanager
@@ -200,6 +329,13 @@ def recording(
         return
     config = prepared.config
     facts = fingerprints(prepared.tokenizer, prepared.train, prepared.eval)
+    if console is not None:
+        for change in changes(config, facts):
+            console.print(
+                f"{config.run.name}  changed since the last start: {change}",
+                highlight=False,
+                markup=False,
+            )
     place = {"hosts": list(prepared.hosts), "slurm_job": os.environ.get("SLURM_JOB_ID")}
     folder = open_folder(config, {**facts, "world": world.size, **place})
     lock = lock_folder(folder)
@@ -217,7 +353,9 @@ def recording(
         status = "KILLED"
         raise
     finally:
-        if (missed := tracker.close(status)) is not None and console is not None:
+        # a scheduler's patience, or that of ranks which have failed, is shorter than a new store's
+        timeout_s = None if status == "FINISHED" else 10.0
+        if (missed := tracker.close(status, timeout_s)) is not None and console is not None:
             console.print(missed, style="yellow", highlight=False, markup=False)
 
 

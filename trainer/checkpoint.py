@@ -8,6 +8,14 @@
 
 A folder without a manifest is no checkpoint. Removal takes the manifest first. Every parameter is
 stored whole, in fp32, under its name; the ranks that wrote it are of no account when it is read.
+
+A save has two halves. `begin` copies the state to host memory, and a thread of each rank writes its
+copy while training goes on; `Save.finish`, some steps later, collects the sizes and hashes from all
+ranks and writes the manifest. Only these two talk to other ranks, so no thread does.
+
+    step 1200  begin  |-- copy --|
+    1201, 1202, ...              |--- write, fsync, hash (thread) ---|
+    1207       finish                                                |- manifest -|
 """
 
 import hashlib
@@ -16,16 +24,19 @@ import logging
 import os
 import re
 import shutil
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.distributed import World, barrier, gather_from_ranks
+from trainer.distributed import World, gather_from_ranks
 from trainer.state import TrainState
 
 if TYPE_CHECKING:  # importing deepspeed takes seconds, which a look for checkpoints need not pay
@@ -34,7 +45,7 @@ if TYPE_CHECKING:  # importing deepspeed takes seconds, which a look for checkpo
 log = logging.getLogger(__name__)
 
 MANIFEST = "MANIFEST.json"
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-\d{8,}")
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,10 @@ class Checkpoint:
     folder: Path
     state: TrainState
     optimizer_steps: int
+    loss_scale: Mapping[str, float]
+    """See `Engine.loss_scale`."""
+    order: str
+    """Fingerprint of what fixes the order of samples, to which the cursors belong."""
     tensors: Mapping[str, Mapping[str, Tensor]]
     """By parameter name: `value`, and Adam's `exp_avg` and `exp_avg_sq` after the first step."""
 
@@ -53,59 +68,187 @@ class Checkpoint:
         return {name: kinds["value"] for name, kinds in self.tensors.items()}
 
 
-def save(root: Path, engine: "Engine", state: TrainState, *, world: World, keep: int) -> Path:
-    """Write a checkpoint of all ranks and remove all but the newest `keep`.
+class SaveFailed(Exception):
+    """A checkpoint could not be written, or must not be; what was complete before still is."""
 
-    Every rank must call it. Raises OSError, naming the file, where the disk refuses.
+
+def save(
+    root: Path, engine: "Engine", state: TrainState, *, world: World, keep: int, keep_every: int = 0
+) -> Path:
+    """Write a checkpoint of all ranks, whole on return; see `begin` and `Save.finish`."""
+    saving = begin(root, engine, state, world=world)
+    saving.finish(keep=keep, keep_every=keep_every)
+    return saving.folder
+
+
+def begin(
+    root: Path, engine: "Engine", state: TrainState, *, world: World, order: str = ""
+) -> "Save":
+    """Copy the state of all ranks to host memory, and start to write it.
+
+    Every rank must call it. `order` is a fingerprint of what fixes the order of samples.
+
+    Raises:
+        SaveFailed: On all ranks, where a weight is no finite number or the folder can't be made.
     """
+    started = time.perf_counter()
     folder = root / f"step-{state.step:08d}"
+    problem = None
     if world.is_first:
-        _remove(folder)  # what a kill left half-written
-        folder.mkdir(parents=True)
-    barrier()
+        try:
+            _remove(folder)  # what a kill left half-written
+            folder.mkdir(parents=True)
+        except OSError as error:
+            problem = f"{error.filename}: {error.strerror}"
     mine: dict[str, Tensor] = {}
     for number, (name, tensors) in enumerate(engine.gather_state()):
         if number % world.size == world.rank:
-            mine |= {f"{name}:{kind}": t.clone().contiguous() for kind, t in tensors.items()}
-    file = folder / f"parameters-{world.rank:05d}-of-{world.size:05d}.safetensors"
-    save_file(mine, file)
-    entries = gather_from_ranks((file.name, *_fingerprint(file)))
+            for kind, tensor in tensors.items():
+                mine[f"{name}:{kind}"] = tensor.clone().contiguous()
+                if problem is None and not bool(torch.isfinite(tensor).all()):
+                    problem = f"{kind} of {name} is not finite everywhere"
     # of the lanes of other ranks, a rank knows only where they stood at its start
     own = {lane: c for lane, c in state.cursors.items() if lane % world.size == world.rank}
-    cursors = {lane: c for part in gather_from_ranks(own) for lane, c in part.items()}
-    if world.is_first:
-        data = {
-            **replace(state, cursors=cursors).to_json(),
-            "optimizer_steps": engine.optimizer_steps,
-        }
-        _write_json(folder / "state.json", data)
-        entries.append(("state.json", *_fingerprint(folder / "state.json")))
+    parts = gather_from_ranks((problem, own))
+    problem = next((problem for problem, _ in parts if problem), None)
+    if problem is not None:
+        if world.is_first:
+            _remove(folder)
+        raise SaveFailed(f"no checkpoint of step {state.step}: {problem}")
+    cursors = {lane: c for _, part in parts for lane, c in part.items()}
+    data = {
+        **replace(state, cursors=cursors).to_json(),
+        "optimizer_steps": engine.optimizer_steps,
+        "loss_scale": engine.loss_scale,
+        "order": order,
+    }
+    return Save(folder, mine, data, world, time.perf_counter() - started)
+
+
+class Save:
+    """A checkpoint on its way to the disk."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: dict[str, Tensor],
+        data: dict[str, Any],
+        world: World,
+        stall_s: float,
+    ) -> None:
+        self.folder = folder
+        self.step = int(data["step"])
+        self.stall_s = stall_s
+        """Seconds that training has waited for it."""
+        self._tensors = tensors
+        self._data = data
+        self._world = world
+        self._entries: list[tuple[str, int, str]] = []
+        self._problem: str | None = None
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's part is on the disk, or failed."""
+        return not self._thread.is_alive()
+
+    def finish(self, *, keep: int, keep_every: int = 0) -> None:
+        """Wait for all ranks' parts and write the manifest; remove what is no longer kept.
+
+        Every rank must call it. The newest `keep` stay, and with `keep_every` those of each
+        multiple of so many steps.
+
+        Raises:
+            SaveFailed: On all ranks, where the disk refused a part; the folder is removed then.
+        """
+        started = time.perf_counter()
+        self._thread.join()
+        parts = gather_from_ranks((self._problem, self._entries))
+        problem = next((problem for problem, _ in parts if problem), None)
+        if self._world.is_first:
+            entries = [entry for _, part in parts for entry in part]
+            problem = problem or self._complete(entries, keep, keep_every)
+        problem = gather_from_ranks(problem)[0]
+        self.stall_s += time.perf_counter() - started
+        if problem is not None:
+            if self._world.is_first:
+                _remove(self.folder)
+            raise SaveFailed(f"no checkpoint of step {self.step}: {problem}")
+
+    def _write(self) -> None:
+        """Write this rank's part, in a thread."""
+        rank, size = self._world.rank, self._world.size
+        file = self.folder / f"parameters-{rank:05d}-of-{size:05d}.safetensors"
+        try:
+            save_file(self._tensors, file)
+            self._entries.append((file.name, *_fingerprint(file)))
+            if self._world.is_first:
+                file = self.folder / "state.json"
+                _write_json(file, self._data)
+                self._entries.append((file.name, *_fingerprint(file)))
+        except (OSError, SafetensorError) as error:
+            self._problem = f"{file}: {getattr(error, 'strerror', None) or error}"
+        self._tensors = {}
+
+    def _complete(
+        self, entries: list[tuple[str, int, str]], keep: int, keep_every: int
+    ) -> str | None:
         files = {name: {"bytes": size, "sha256": sha} for name, size, sha in entries}
-        _write_json(folder / MANIFEST, {"step": state.step, "files": files})
-        for old in complete(root)[keep:]:
-            _remove(old)
-    barrier()
-    return folder
+        try:
+            _write_json(self.folder / MANIFEST, {"step": self.step, "files": files})
+            _sync_folder(self.folder.parent)
+        except OSError as error:
+            return f"{self.folder / MANIFEST}: {error.strerror}"
+        for old in complete(self.folder.parent)[keep:]:
+            if not keep_every or step_of(old) % keep_every:
+                _remove(old)
+        return None
 
 
 def complete(root: Path) -> list[Path]:
     """Return the folders that have a manifest, newest first."""
     found = [
-        (int(match[1]), path)
+        path
         for path in (root.iterdir() if root.is_dir() else ())
-        if (match := _NAME.fullmatch(path.name)) and (path / MANIFEST).is_file()
+        if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()
     ]
-    return [path for _, path in sorted(found, reverse=True)]
+    return sorted(found, key=step_of, reverse=True)
 
 
-def damage(folder: Path) -> str | None:
-    """Check every file of a checkpoint against its manifest; return what is wrong, if anything."""
+def step_of(folder: Path) -> int:
+    """Return the step that a checkpoint's folder is named after."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def set_aside_after(root: Path, step: int) -> list[Path]:
+    """Rename the checkpoints of later steps, damaged or of a past given up, so that none counts.
+
+    Or the newest that are kept would be theirs, and not those that the run writes from here on.
+    """
+    moved = []
+    for folder in complete(root):
+        if step_of(folder) > step:
+            aside = folder.with_name(f"{folder.name}.aside-{time.time_ns()}")
+            folder.rename(aside)
+            moved.append(aside)
+    return moved
+
+
+def damage(folder: Path, *, in_full: bool = True) -> str | None:
+    """Check a checkpoint's files against its manifest; return what is wrong, if anything.
+
+    Without `in_full` their sizes alone, which takes no time.
+    """
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
         for name, entry in files.items():
-            size, sha256 = _fingerprint(folder / name, sync=False)
+            size = (folder / name).stat().st_size
             if size != entry["bytes"]:
                 return f"{folder / name} has {size} bytes, and its manifest says {entry['bytes']}"
+            if not in_full:
+                continue
+            _, sha256 = _fingerprint(folder / name, sync=False)
             if sha256 != entry["sha256"]:
                 return f"{folder / name} does not have the sha256 that its manifest says"
     except OSError as error:
@@ -115,12 +258,15 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-def find(root: Path, resume: str) -> Path | None:
+def find(root: Path, resume: str, *, in_full: bool = True) -> Path | None:
     """Choose the checkpoint to go on from: the newest undamaged one, or the one that is named.
+
+    A named one of another folder is where a run begins: once it has its own, these are newer.
 
     Args:
         root: The run's checkpoint folder.
         resume: `auto`, `never`, or a checkpoint's path.
+        in_full: See `damage`.
 
     Returns:
         Its folder, or None to start afresh.
@@ -135,7 +281,11 @@ def find(root: Path, resume: str) -> Path | None:
             raise ValueError(
                 f"checkpoint.resume={resume}: no complete checkpoint ({MANIFEST} is missing)"
             )
-        if (problem := damage(named)) is not None:
+        is_own = named.absolute().parent == root.absolute()
+        if not is_own and complete(root):
+            log.warning("goes on from %s, for it has begun from %s before", root, named)
+            return find(root, "auto", in_full=in_full)
+        if (problem := damage(named, in_full=in_full)) is not None:
             raise ValueError(f"checkpoint.resume={resume}: {problem}")
         return named
     found = complete(root)
@@ -144,7 +294,7 @@ def find(root: Path, resume: str) -> Path | None:
             f"{root} has checkpoints and checkpoint.resume=never; choose another run.name, or auto"
         )
     for folder in found:
-        if (problem := damage(folder)) is None:
+        if (problem := damage(folder, in_full=in_full)) is None:
             return folder
         log.warning("damaged checkpoint passed over: %s", problem)
     if found:
@@ -161,7 +311,14 @@ def load(folder: Path) -> Checkpoint:
             for key in opened.keys():
                 name, _, kind = key.rpartition(":")
                 tensors.setdefault(name, {})[kind] = opened.get_tensor(key)
-    return Checkpoint(folder, TrainState.from_json(data), data["optimizer_steps"], tensors)
+    return Checkpoint(
+        folder,
+        TrainState.from_json(data),
+        data["optimizer_steps"],
+        data["loss_scale"],
+        data["order"],
+        tensors,
+    )
 
 
 def _fingerprint(file: Path, *, sync: bool = True) -> tuple[int, str]:
@@ -181,11 +338,16 @@ def _write_json(file: Path, data: Mapping[str, Any]) -> None:
         opened.flush()
         os.fsync(opened.fileno())
     temporary.rename(file)
-    folder = os.open(file.parent, os.O_RDONLY)
+    _sync_folder(file.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    opened = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)
 
 
 def _remove(folder: Path) -> None:

@@ -276,6 +276,13 @@ class EvaluationConfig(Section):
     """Tokens a row when evaluating; null: the stage's own (curves then jump at stage ends)."""
 
 
+class TrainerConfig(Section):
+    """What training puts up with."""
+
+    max_bad_steps: PositiveInt = 10
+    """Steps in a row with a loss or gradient that is no number, each skipped, that end the run."""
+
+
 class CheckpointConfig(Section):
     """When a run is saved, how much is kept, and from where it goes on."""
 
@@ -283,8 +290,16 @@ class CheckpointConfig(Section):
     """Steps between saves, besides the one at the end; 0: only at the end."""
     keep: PositiveInt = 2
     """Newest checkpoints that stay."""
+    keep_every: NonNegativeInt = 0
+    """Those of each multiple of so many steps stay as well; 0: none."""
+    on_error: Literal["stop", "go_on"] = "stop"
+    """When the disk refuses one: end the run, or train on and try again at the next."""
     resume: Annotated[str, Field(min_length=1)] = "auto"
     """auto: the newest complete one; never: refuse a folder that has any; or a folder's path."""
+    allow_changes: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Keys or sections that shape the curve, and may differ from the last start's even so."""
+    grace_seconds: PositiveInt = 60
+    """Longest time from a request to stop to the end of the run, the save included."""
 
 
 class MlflowConfig(Section):

@@ -6,7 +6,7 @@ a rank its place by variables.
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -97,3 +97,8 @@ def gather_from_ranks(item: T) -> list[T]:
 def barrier() -> None:
     """Wait for all ranks."""
     dist.barrier()
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """Return, on every rank, what the first rank makes; it must not raise."""
+    return gather_from_ranks(make() if dist.get_rank() == 0 else None)[0]  # type: ignore[return-value]

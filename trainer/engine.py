@@ -14,6 +14,7 @@ What is handled here and nowhere else (measured with deepspeed 0.19):
 
 import datetime
 import logging
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -44,6 +45,8 @@ with warnings.catch_warnings():
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's running averages of the gradient and of its square."""
+LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What DeepSpeed's two classes of loss scales, with ZeRO and without, change as they go."""
 
 
 def init_distributed(world: World, *, timeout_s: int) -> None:
@@ -56,9 +59,16 @@ def init_distributed(world: World, *, timeout_s: int) -> None:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         os.environ.update({name: os.environ.get(name, v) for name, v in (alone | here).items()})
-    deepspeed.init_distributed(
-        auto_mpi_discovery=False, verbose=False, timeout=datetime.timedelta(seconds=timeout_s)
-    )
+    try:
+        deepspeed.init_distributed(
+            auto_mpi_discovery=False, verbose=False, timeout=datetime.timedelta(seconds=timeout_s)
+        )
+    except torch.distributed.DistNetworkError as error:
+        text = str(error).splitlines()[0]
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        if "EADDRINUSE" in str(error) or "in use" in text:
+            text = "another process has this port; choose another (MASTER_PORT, --master_port)"
+        raise ValueError(f"no ranks' meeting at {place}: {text}") from None
 
 
 def deepspeed_config(
@@ -77,8 +87,10 @@ def deepspeed_config(
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
     }
-    if engine.precision != "fp32":
-        ours[engine.precision] = {"enabled": True}
+    if engine.precision == "bf16":
+        ours["bf16"] = {"enabled": True, "check_grad_overflow": True}
+    if engine.precision == "fp16":
+        ours["fp16"] = {"enabled": True}
     return _overlaid(ours, engine.deepspeed.model_dump())
 
 
@@ -117,6 +129,7 @@ class Engine:
         self.world = world
         self.device = device_of(world)
         self.zero_stage = engine.zero_stage
+        self._scales_loss = engine.precision == "fp16"
         adamw = torch.optim.AdamW(
             parameter_groups(module, optimizer.weight_decay),
             lr=optimizer.lr,
@@ -133,6 +146,8 @@ class Engine:
             set_z3_leaf_modules(module, [Layer], raise_if_not_found=False)
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=adamw, config=config)
         self._accumulation = max_accumulation
+        self._update, self._skips = adamw.step, False
+        adamw.step = self._update_unless_skipped  # type: ignore[method-assign]
 
     @property
     def module(self) -> nn.Module:
@@ -145,6 +160,7 @@ class Engine:
     def set_accumulation(self, accumulation: int) -> None:
         """Set the number of forward and backward passes that make a step."""
         self._engine.set_train_batch_size(accumulation * self.world.size)
+        self._engine.micro_steps = 0  # a step ends where this is a multiple of the *new* number
         if hasattr(self._engine.optimizer, "gradient_accumulation_steps"):
             self._engine.optimizer.gradient_accumulation_steps = accumulation
         self._accumulation = accumulation
@@ -166,25 +182,39 @@ class Engine:
         """
         share = total * (self._accumulation * self.world.size / max(global_count, 1.0))
         self._engine.backward(share)
+        if not self._engine.is_gradient_accumulation_boundary():
+            self._engine.step()  # counts the micro-batch
 
-    def step(self, lr: float) -> float | None:
-        """After each backward pass: at the step's last, clip, update, clear the gradients.
+    def step(self, lr: float, *, skip: bool = False) -> float:
+        """After the last backward pass of a step: clip, update, clear the gradients.
+
+        Where the gradient is not finite on any rank, or with `skip`, which all ranks must give
+        alike, parameters and optimizer stay as they are. DeepSpeed sees to the first but in fp32
+        without ZeRO, where it would put the NaN into every weight.
 
         Returns:
-            The 2-norm of the whole gradient before clipping, None between steps.
+            The 2-norm of the whole gradient before clipping; NaN or infinite where it was skipped
+            for that.
         """
-        if not self._engine.is_gradient_accumulation_boundary():
-            self._engine.step()
-            return None
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         norm: float | Tensor | None = None
         if self._engine.optimizer is self._engine.basic_optimizer:  # ZeRO 0 in fp32 reports none
             gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+            skip = skip or not math.isfinite(norm)
+        self._skips = skip
         self._engine.step()
         reported = self._engine.get_global_grad_norm()
         return float(reported if norm is None and reported is not None else norm or 0.0)
+
+    def _update_unless_skipped(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for AdamW's step, which every ZeRO stage calls once or more a step."""
+        return None if self._skips else self._update(*args, **kwargs)
+
+    def is_sound(self, grad_norm: float) -> bool:
+        """Whether a step was made, or was skipped only to find fp16 a smaller loss scale."""
+        return math.isfinite(grad_norm) or self._scales_loss
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -205,6 +235,25 @@ class Engine:
         """Updates that Adam has made, as its bias correction counts them."""
         states = self._engine.basic_optimizer.state.values()
         return max((int(state["step"]) for state in states if "step" in state), default=0)
+
+    @property
+    def loss_scale(self) -> dict[str, float]:
+        """The scale of fp16's loss, and the counters by which it moves; empty in others."""
+        scaler = self._loss_scaler()
+        return {key: getattr(scaler, key) for key in LOSS_SCALE if hasattr(scaler, key)}
+
+    def restore_loss_scale(self, saved: Mapping[str, float]) -> None:
+        """Put back what `loss_scale` gave, where this precision has one."""
+        scaler = self._loss_scaler()
+        for key, value in saved.items():
+            if hasattr(scaler, key):
+                setattr(scaler, key, value)
+
+    def _loss_scaler(self) -> Any:
+        optimizer = self._engine.optimizer
+        if not self._scales_loss:
+            return None
+        return getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
 
     def restore_state(
         self, state: Mapping[str, Mapping[str, Tensor]], optimizer_steps: int

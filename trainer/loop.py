@@ -9,32 +9,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import torch
 
 from data_pipeline.batch import Batch, Example, collate
-from data_pipeline.lanes import eval_rows
+from data_pipeline.lanes import START, eval_rows
 from data_pipeline.loader import open_stream
 from data_pipeline.mixture import Mixture
 from data_pipeline.reading import Fault, Shards
 from data_pipeline.seeding import generator
 from model.loss import Loss
-from trainer import checkpoint
-from trainer.config import CheckpointConfig, EngineConfig, EvaluationConfig, ScheduleConfig
+from trainer.bad_steps import BadSteps
+from trainer.config import EngineConfig, EvaluationConfig, ScheduleConfig
 from trainer.curriculum import Factors, Stage, batch_factors, remaining
 from trainer.distributed import World, gather_from_ranks, sum_over_ranks
 from trainer.engine import Engine
 from trainer.metrics import Recorder, StepResult, Value, hash_rows
 from trainer.objectives import Objective
-from trainer.preemption import Preempted, StopRequest
+from trainer.preemption import Interrupted, Preempted, StopRequest
 from trainer.progress import Progress
+from trainer.saving import Saver
 from trainer.schedule import learning_rate
 from trainer.state import TrainState
-
-
-class Diverged(Exception):
-    """The loss is no longer a number."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,6 @@ class Settings:
     schedule: ScheduleConfig
     engine: EngineConfig
     evaluation: EvaluationConfig
-    checkpoint: CheckpointConfig
 
 
 @dataclass
@@ -72,61 +67,93 @@ class Trainer:
     engine: Engine
     world: World
     state: TrainState
-    checkpoints: Path
+    saver: Saver
+    bad_steps: BadSteps
     recorder: Recorder
     progress: Progress
     stop: StopRequest
     redraw: Callable[[int], None]
     """Gives the model its random features of a step."""
+    pulse: Callable[[str], None]
+    """Told what this rank does, at every part of a step: see `trainer.liveness`."""
+    stops: bool = False
+    """Whether the ranks have agreed to stop."""
 
     def fit(self) -> None:
         """Train to the end of the last stage, evaluating and saving where it is time to.
 
         Raises:
             Preempted: When any rank was asked to stop, after saving.
-            Diverged: When the loss is not finite.
+            Diverged: When too many steps in a row had a loss or gradient that is no number.
+            SaveFailed: When the disk refused a checkpoint, and `checkpoint.on_error` is stop.
         """
         with self.progress:
+            self.catch_up()
             try:
                 for stage in remaining(self.stages, self.state.step):
                     with self.enter(stage) as (factors, rows):
                         while self.state.step < stage.last_step:
-                            result = self.train_step(stage, factors, rows)
-                            self.record(stage, factors, result)
-                            self.save_or_stop(result)
+                            if (result := self.train_step(stage, factors, rows)) is not None:
+                                self.record(stage, factors, result)
+                            self.save_or_stop()
             finally:
                 self.progress.tell_skipped(self.state.skipped)
-        self.save()
+        self.saver.begin(self.state, is_last=True)
+        self.saver.complete(is_last=True)
 
-    def train_step(self, stage: Stage, factors: Factors, rows: Iterator[Example]) -> StepResult:
-        """Consume one global batch: the exact gradient of its mean loss, and one update."""
+    def train_step(
+        self, stage: Stage, factors: Factors, rows: Iterator[Example]
+    ) -> StepResult | None:
+        """Consume one global batch: the exact gradient of its mean loss, and one update.
+
+        None where the ranks agree to stop, for one was asked to while it waited for its rows.
+        """
         started = time.perf_counter()
-        batches = [
-            collate(list(islice(rows, factors.micro_batch))) for _ in range(factors.accumulation)
-        ]
+        batches = self.next_batches(factors, rows)
         waited = time.perf_counter() - started
-        (targets,) = self.sum(sum(batch.num_targets for batch in batches))
+        self.pulse("training")
+        targets, given_up = self.sum(sum(b.num_targets for b in batches or ()), batches is None)
+        if batches is None or given_up:
+            self.agree_to_stop()
+            return None
+        begun_at = {
+            lane: self.state.cursors.get(lane, START) for b in batches for lane in b.cursors
+        }
         self.advance(stage, batches)
         self.redraw(self.state.step)
-        lr, total, correct, grad_norm = self.learning_rate(stage), 0.0, 0.0, None
+        lr, total, correct = self.learning_rate(stage), 0.0, 0.0
         for number, batch in enumerate(batches):
+            self.pulse("training")
             self.seed_dropout(number)
             loss = self.forward(batch)
             self.engine.backward(loss.total, targets)
-            grad_norm = self.engine.step(lr)
             total += float(loss.total.detach())
             correct += float(loss.correct)
+        is_mine_finite = math.isfinite(total)
         faults = [fault for batch in batches for fault in batch.faults]
-        total, correct, stop, skips = self.sum(total, correct, self.stop.requested, len(faults))
+        total, correct, stop, written, skips = self.sum(
+            total, correct, self.stop.requested, self.saver.is_written, len(faults)
+        )
+        grad_norm = self.engine.step(lr, skip=not math.isfinite(total))
+        is_bad = not (math.isfinite(total) and self.engine.is_sound(grad_norm))
         if skips:
             self.note_skipped(faults)
-        if not math.isfinite(total):
-            raise Diverged(
-                f"the loss of step {self.state.step} (stage {stage.name}, learning rate {lr:.3g}) "
-                f"is {total}: lower optimizer.lr or lengthen schedule.warmup"
-            )
+        if stop:
+            self.agree_to_stop()
+        if written == self.world.size:
+            self.saver.complete()
         seconds = time.perf_counter() - started
         self.state.elapsed_s += seconds
+        if is_bad:
+            self.bad_steps.tell(
+                self.state,
+                stage=stage.name,
+                lr=lr,
+                is_mine_finite=is_mine_finite,
+                begun_at=begun_at,
+            )
+        else:
+            self.state.bad_in_a_row = 0
         return StepResult(
             total=total,
             correct=correct,
@@ -136,9 +163,21 @@ class Trainer:
             seconds=seconds,
             waited_s=waited,
             lengths=tuple(length for batch in batches for length in batch.lengths),
-            stop=bool(stop),
             batch_hash=self.hash_of(batches) if self.settings.batch_hash else None,
+            is_bad=is_bad,
         )
+
+    def next_batches(self, factors: Factors, rows: Iterator[Example]) -> list[Batch] | None:
+        """Wait for this rank's rows of a step; None when it was asked to stop meanwhile."""
+        self.pulse("waiting for data")
+        try:
+            with self.stop.interrupting():
+                return [
+                    collate(list(islice(rows, factors.micro_batch)))
+                    for _ in range(factors.accumulation)
+                ]
+        except Interrupted:
+            return None
 
     @contextmanager
     def enter(self, stage: Stage) -> Iterator[tuple[Factors, Iterator[Example]]]:
@@ -149,6 +188,7 @@ class Trainer:
             world=self.world.size,
             device_tokens=self.settings.engine.device_tokens,
         )
+        self.saver.complete()  # before loader processes are forked
         self.engine.set_accumulation(factors.accumulation)
         self.progress.enter(stage, factors)
         rows = open_stream(
@@ -168,19 +208,29 @@ class Trainer:
 
     def record(self, stage: Stage, factors: Factors, result: StepResult) -> None:
         """Evaluate where it is due; log and show the step."""
-        evaluation = self.evaluate(stage) if self.evaluation_is_due(stage) else {}
+        is_due = self.evaluation_is_due(stage) and not self.stops
+        evaluation = self.evaluate(stage) if is_due else {}
+        self.recorder.save_stall_s += self.saver.take_stall_s()
         record = self.recorder.record(stage, factors, self.state, result, evaluation)
         self.progress.advance(self.state.step, record)
 
+    def catch_up(self) -> None:
+        """Evaluate after the last step of an earlier start, where a stop has cut that off."""
+        stage = next((s for s in self.stages if s.last_step >= self.state.step), self.stages[-1])
+        lacks = gather_from_ranks(self.recorder.lacks_evaluation(self.state.step))[0]
+        if self.state.step and lacks and self.evaluation_is_due(stage):
+            self.recorder.add_evaluation(self.evaluate(stage))
+            self.save_or_stop()
+
     def evaluate(self, stage: Stage) -> dict[str, Value]:
-        """Weigh every held-out target once, whatever the world.
+        """Weigh every held-out target once, whatever the world; {} when asked to stop meanwhile.
 
         All ranks read the same rows and take turns; where the last turn has none for a rank, it
         runs an empty batch, since under ZeRO-3 every rank must take part in every forward pass.
         """
         assert self.data.eval is not None
         seq_len = self.settings.evaluation.seq_len or stage.seq_len
-        rows = eval_rows(self.data.eval, seq_len=seq_len)
+        rows = eval_rows(self.data.eval, seq_len=seq_len, packing=self.data.train.packing)
         turn_rows = self.world.size * max(1, self.settings.engine.device_tokens // seq_len)
         total = correct = targets = 0.0
         skipped: dict[str, int] = {}
@@ -194,7 +244,13 @@ class Trainer:
                 total += float(loss.total)
                 correct += float(loss.correct)
                 targets += batch.num_targets
+                self.pulse("evaluating")
+                if self.sum(self.stop.requested)[0]:
+                    self.agree_to_stop()
+                    break
         self.engine.train(True)
+        if self.stops:
+            return {}
         total, correct, targets = self.sum(total, correct, targets)
         return {
             "eval/loss": total / max(targets, 1.0),
@@ -204,21 +260,18 @@ class Trainer:
             **({"eval/skipped": sum(n or 1 for n in skipped.values())} if skipped else {}),
         }
 
-    def save_or_stop(self, result: StepResult) -> None:
-        """Save every so often; save and end when any rank was asked to stop."""
-        every = self.settings.checkpoint.every_steps
-        if result.stop or (every and self.state.step % every == 0):
-            self.save()
-        if result.stop:
-            raise Preempted(f"asked to stop; saved at step {self.state.step}")
+    def agree_to_stop(self) -> None:
+        """Note that all ranks stop here."""
+        self.stops = True
+        self.stop.grant()
 
-    def save(self) -> None:
-        """Write a checkpoint of this step, unless it is there already."""
-        folder = self.checkpoints / f"step-{self.state.step:08d}"
-        exists = self.world.is_first and folder in checkpoint.complete(self.checkpoints)
-        if not any(gather_from_ranks(exists)):
-            keep = self.settings.checkpoint.keep
-            checkpoint.save(self.checkpoints, self.engine, self.state, world=self.world, keep=keep)
+    def save_or_stop(self) -> None:
+        """Save every so often; save and end when the ranks have agreed to stop."""
+        if self.stops or self.saver.is_due(self.state.step):
+            self.saver.begin(self.state, is_last=self.stops)
+        if self.stops:
+            self.saver.complete(is_last=True)
+            raise Preempted(f"asked to stop; saved at step {self.state.step}")
 
     def evaluation_is_due(self, stage: Stage) -> bool:
         """Whether this step is followed by an evaluation: at stage ends, and every so often."""

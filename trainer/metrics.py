@@ -4,9 +4,12 @@ A run that goes on after a kill may write a step again: the last object of a ste
 neither NaN nor infinity; they are written as null.
 """
 
+import errno
 import hashlib
 import json
+import logging
 import math
+import os
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +24,11 @@ from data_pipeline.mixture import Mixture
 from trainer.curriculum import Factors, Stage
 from trainer.state import TrainState
 
+log = logging.getLogger(__name__)
+
 Value = float | int | str | None | dict[str, dict[str, int]]
+
+LONGEST_RECORD = 65_536  # bytes, by far
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +47,9 @@ class StepResult:
     """Of these, waiting for data (this rank)."""
     lengths: tuple[int, ...]
     """Tokens of this rank's pieces."""
-    stop: bool
-    """Whether some rank was asked to stop."""
     batch_hash: str | None
+    is_bad: bool = False
+    """Its loss or gradient was no number, and no update was made."""
 
 
 class Recorder:
@@ -75,6 +82,8 @@ class Recorder:
         self._peak_flops = peak_flops
         self._sources = sources
         self._window: list[StepResult] = []
+        self.save_stall_s = 0.0
+        """Time that training has waited for checkpoints since the last record."""
 
     def record(
         self,
@@ -90,7 +99,8 @@ class Recorder:
         if not (due or evaluation or result.batch_hash):
             return None
         steps, self._window = self._window, []
-        targets = sum(step.targets for step in steps)
+        good = [step for step in steps if not step.is_bad]
+        targets = sum(step.targets for step in good)
         seconds = sum(step.seconds for step in steps)
         flops = sum(self.flops(s.lengths, round(s.targets / factors.world)) for s in steps)
         record: dict[str, Value] = {
@@ -103,9 +113,10 @@ class Recorder:
             "micro_batch": factors.micro_batch,
             "accumulation": factors.accumulation,
             "lr": result.lr,
-            "train/loss": sum(step.total for step in steps) / max(targets, 1.0),
-            "train/accuracy": sum(step.correct for step in steps) / max(targets, 1.0),
+            "train/loss": sum(step.total for step in good) / targets if targets else math.nan,
+            "train/accuracy": sum(step.correct for step in good) / targets if targets else math.nan,
             "train/targets": int(targets),
+            "train/bad_steps": state.bad_steps,
             "grad_norm": result.grad_norm,
             "perf/tokens_per_s": len(steps) * stage.step_tokens / seconds,
             "perf/mfu": flops / seconds / self._peak_flops,
@@ -116,9 +127,21 @@ class Recorder:
         }
         if result.batch_hash:
             record["data/hash"] = result.batch_hash
+        if self.save_stall_s:
+            record["perf/save_stall_s"], self.save_stall_s = round(self.save_stall_s, 4), 0.0
         if self._file is not None:
             self._file.write(record)
         return record
+
+    def lacks_evaluation(self, step: int) -> bool:
+        """Whether this rank's file has a record of a step without an evaluation."""
+        record = self._file.last_record if self._file else None
+        return record is not None and record.get("step") == step and "eval/loss" not in record
+
+    def add_evaluation(self, evaluation: Mapping[str, Value]) -> None:
+        """Write the file's last record once more, with an evaluation that a stop had cut off."""
+        if self._file is not None and self._file.last_record is not None and evaluation:
+            self._file.write({**self._file.last_record, **evaluation})
 
 
 def sources_read(mixture: Mixture, seed: int, lanes: int, state: TrainState) -> dict[str, Value]:
@@ -154,21 +177,45 @@ def hash_rows(digests: Sequence[Sequence[int]], *, first_row: int) -> str:
 
 
 class MetricsFile:
-    """Appends records; each is on its way to the disk when `write` returns."""
+    """Appends records; each is on its way to the disk when `write` returns.
+
+    What a full disk refuses is held in memory and tried again with the next record.
+    """
 
     def __init__(self, path: Path) -> None:
-        _end_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._held: list[bytes] = []
+        self.last_record = _mend(path)
+        """The last one written, by an earlier start too."""
+        self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Value]) -> None:
         """Append one record, with the time (unix seconds) in front."""
-        stamped = {"time": round(time.time(), 3), **record}
+        stamped = {**record, "time": round(time.time(), 3)}
+        stamped = {"time": stamped.pop("time"), **stamped}
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in stamped.items()
         }
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._file.flush()
+        self._held.append(json.dumps(finite, allow_nan=False).encode() + b"\n")
+        self.last_record = finite
+        try:
+            self._flush()
+        except OSError as error:
+            if len(self._held) == 1:
+                log.warning("%s: %s; held in memory", self._path, error.strerror)
+
+    def _flush(self) -> None:
+        while self._held:
+            line, size = self._held[0], self._file.seek(0, 2)
+            try:
+                written = self._file.write(line)
+                if written != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                self._file.truncate(size)
+                raise
+            del self._held[0]
 
     def __enter__(self) -> Self:
         return self
@@ -179,16 +226,39 @@ class MetricsFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        """Raises OSError, naming the file, where records are held that the disk still refuses."""
+        try:
+            self._flush()
+        except OSError as refused:
+            text = f"{len(self._held)} records are lost: {refused.strerror}"
+            if error is None:
+                raise OSError(refused.errno, text, str(self._path)) from None
+            log.warning("%s: %s", self._path, text)
+        finally:
+            self._file.close()
 
 
-def _end_torn_line(path: Path) -> None:
-    """Close a line that a kill cut in two, so that the next record stands on a line of its own."""
-    if path.exists() and path.stat().st_size:
-        with path.open("rb+") as file:
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
+def _mend(path: Path) -> dict[str, Value] | None:
+    """Close a line that a kill cut in two, so that the next record stands on a line of its own.
+
+    Returns:
+        The file's last whole record.
+    """
+    if not path.exists():
+        return None
+    with path.open("rb+") as file:
+        file.seek(max(0, file.seek(0, 2) - LONGEST_RECORD))
+        tail = file.read()
+        if tail and not tail.endswith(b"\n"):
+            file.write(b"\n")
+    for line in reversed(tail.splitlines()):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            return record
+    return None
 
 
 def peak_memory_gib(device: torch.device) -> float:

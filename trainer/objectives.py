@@ -63,9 +63,10 @@ class CausalLanguageModeling:
     causal: bool = True
 
     def __call__(self, row: Row) -> Example:
-        """Make every token but a piece's last ask for the one after it."""
+        """Make every token but a piece's last, and padding, ask for the one after it."""
         is_last = np.zeros(len(row.ids), dtype=bool)
         is_last[np.cumsum(row.lengths) - 1] = True
+        is_last[len(row.ids) - row.padding :] = True
         asking = np.flatnonzero(~is_last)
         return make_example(row, row.ids, asking, row.ids[asking + 1])
 

@@ -20,6 +20,10 @@ class TrainState:
     """Consumed rows; the next one comes from lane `rows % lanes`."""
     elapsed_s: float = 0.0
     """Time spent training, over all starts."""
+    bad_steps: int = 0
+    """Steps that were skipped, for their loss or gradient was no number."""
+    bad_in_a_row: int = 0
+    """Of these, the last ones without a good one between."""
     cursors: dict[int, Cursor] = field(default_factory=dict)
     """Where each lane goes on; a rank knows those of its own lanes."""
     source_tokens: dict[str, int] = field(default_factory=dict)
@@ -36,9 +40,9 @@ class TrainState:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Read what `to_json` wrote."""
         cursors = {int(lane): Cursor(*cursor) for lane, cursor in data["cursors"].items()}
-        names = ("step", "tokens", "rows", "elapsed_s")
+        names = ("step", "tokens", "rows", "elapsed_s", "bad_steps", "bad_in_a_row")
         later = {name: data.get(name, {}) for name in ("source_tokens", "skipped")}
-        return cls(**{name: data[name] for name in names}, **later, cursors=cursors)
+        return cls(**{name: data.get(name, 0) for name in names}, **later, cursors=cursors)
 
     def count_skipped(self, faults: Iterable[Fault]) -> list[Fault]:
         """Count what was left out, by shard; return what is new: a shard may be read many times."""

@@ -116,7 +116,7 @@ def test_parts_and_processes_change_nothing(
         building.write(workers=workers)
         building.publish()
     assert contents(folder) == whole
-    assert not building.place.exists()
+    assert not building.place.path.exists()
 
 
 def test_a_small_corpus_is_dealt_like_documents_from_memory(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from data_pipeline.corpus import read_documents
+from data_pipeline.corpus import Span, cut_into_units, keep_in, read_blocks, read_documents
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
@@ -118,3 +118,36 @@ def test_sources_that_hold_nothing_are_errors(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             texts(tmp_path / source)
+
+
+def test_spans_of_any_size_hold_each_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    lines = [b'{"text": "%s"}\n' % (b"x" * length) for length in (1, 30, 2, 2, 40, 1)] + [
+        b"\n",
+        b"[]",
+    ]
+    path.write_bytes(b"".join(lines))
+    for size in range(1, 150):
+        units = cut_into_units([str(path)], size)
+        read: list[bytes] = []
+        for unit in units:
+            read += [line for block in read_blocks(unit) for line in block.lines]
+        assert read == lines
+        errors: list[str] = []
+        for unit in units:
+            for block in read_blocks(unit):
+                list(block.documents("text", keep_in(errors)))
+        assert errors == [f"{path}:8: a list, but each line must be an object"]
+
+
+def test_units_keep_small_files_together_and_compressed_ones_whole(tmp_path: Path) -> None:
+    paths = []
+    for name, size in (("a.txt", 30), ("b.txt", 80), ("c.jsonl.gz", 500), ("d.jsonl", 250)):
+        paths.append(str(tmp_path / name))
+        Path(paths[-1]).write_bytes(b"x" * size)
+    a, b, c, d = paths
+    assert cut_into_units(paths, 100) == [
+        (Span(a), Span(b)),
+        (Span(c),),
+        *((Span(d, start, min(start + 100, 250)),) for start in (0, 100, 200)),
+    ]

@@ -11,6 +11,7 @@ import pytest
 
 from data_pipeline.batch import Example, make_example
 from data_pipeline.cache import Cache
+from data_pipeline.corpus import keep_in, read_documents
 from data_pipeline.foreign import ForeignShards, first_document, is_foreign, open_foreign
 from data_pipeline.lanes import Cursor, Lane, Row, eval_rows
 from data_pipeline.loader import open_stream
@@ -123,12 +124,13 @@ def test_the_fingerprint_tells_other_shards(tmp_path: Path) -> None:
 # -- bad samples ---------------------------------------------------------------------------------
 
 BAD = {
-    "half a sample": ({"b.jpg": b"x"}, r"'b\.jpg': the sample has jpg, but no txt"),
+    "half a sample": ({"b.jpg": b"x"}, r"'b\.jpg': the sample has 'jpg', but no txt"),
+    "a strange kind": ({"b.j\ng": b"x"}, r"'b\.j\\ng': the sample has 'j\\ng', but no txt"),
     "no key": ({"README": b"x"}, r"'README': is not of a sample"),
     "a hidden file": ({"._b.txt": b"x"}, r"'\._b\.txt': is not of a sample"),
     "apart": ({"a.cls": b"x"}, r"'a\.cls': stands there twice, or apart"),
     "not utf-8": ({"b.txt": b"x\xff"}, r"'b\.txt': 'utf-8' codec can't decode byte 0xff"),
-    "a hole": ({"b.txt": b"x" + bytes(600)}, r"'b\.txt': a NUL at character 1"),
+    "a hole": ({"b.txt": b"x" + bytes(600)}, r"'b\.txt': a NUL at byte 1 of it"),
     "no json": ({"b.json": b"{"}, r"'b\.json': .*not JSON"),
     "no key in json": ({"b.json": b"{}"}, r"'b\.json': .*no 'text'"),
     "a bad line": ({"b.jsonl": record("x") + b"\n[]"}, r"'b\.jsonl': line 2: a list"),
@@ -308,3 +310,38 @@ def test_where_nothing_is_left_it_says_so(tmp_path: Path) -> None:
             first_document(shards)
     with pytest.raises(SourceError, match=r"'a\.jpg'"):
         first_document(opened(source))
+
+
+# -- as a corpus ---------------------------------------------------------------------------------
+
+
+def test_a_corpus_may_be_tars_wherever_they_are(tmp_path: Path, server: Server) -> None:
+    files = {
+        "a.txt": b"plain",
+        "b.json": record("of\njson").replace(b",", b",\n"),
+        "c.jsonl": record("first") + b"\n\n" + record("second"),
+        "d.txt.gz": gzip.compress(b"packed"),
+    }
+    path = shard_of(tmp_path, files)
+    expected = ["plain", "of\njson", "first", "second", "packed"]
+    for source in (path, str(tmp_path), server.url("ok", "a.tar"), f"pipe:cat {path}"):
+        assert [document.text for document in read_documents([source])] == expected
+    with pytest.raises(ValueError, match=r"x\.jsonl is not a \.tar of texts"):
+        list(read_documents([server.url("ok", "x.jsonl")]))
+
+
+def test_a_corpus_of_damaged_tars_stops_or_counts(tmp_path: Path) -> None:
+    files = {"a.txt": b"fine", "b.txt": b"\xff", "c.json": b"[]", "d.jpg": b"", "e.txt": b"last"}
+    path = shard_of(tmp_path, files)
+    with pytest.raises(ValueError, match=rf"^{path}: byte 1024: 'b\.txt':1: not UTF-8"):
+        list(read_documents([path]))
+    errors: list[str] = []
+    assert [d.text for d in read_documents([path], "text", keep_in(errors))] == ["fine", "last"]
+    assert [error.partition(": ")[2][:20] for error in errors] == [
+        "byte 1024: 'b.txt':1",
+        "byte 2048: 'c.json':",
+        "byte 3072: 'd.jpg': ",
+    ]
+    Path(path).write_bytes(SHARD[:2000])
+    with pytest.raises(ValueError, match=r"cut at byte 2000"):
+        list(read_documents([path]))

@@ -2,10 +2,17 @@
 
 import logging
 from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
 
 import pytest
 
+from data_pipeline.batch import Example, make_example
+from data_pipeline.cache import Cache
 from data_pipeline.index import ShardIndex, load_index, read_shard
+from data_pipeline.lanes import Row
+from data_pipeline.loader import open_stream
+from data_pipeline.reading import Reading
 from data_pipeline.sources import Patience, SourceError, chunks, expand, stat
 
 HASTY = Patience(connect_s=5.0, read_s=10.0, retries=1, pause_s=0.01)
@@ -57,3 +64,34 @@ def test_what_is_not_there_is_one_line(bucket: str) -> None:
         list(chunks(f"{bucket}/x.tar", HASTY))
     with pytest.raises(SourceError, match="no file matches"):
         expand(f"{bucket}/x-*.tar", HASTY)
+
+
+def unmasked(row: Row) -> Example:
+    return make_example(row, row.ids, row.ids[:0], row.ids[:0])
+
+
+def test_loader_processes_read_a_store_that_their_parent_has_read(
+    bucket: str, index: ShardIndex, tmp_path: Path
+) -> None:
+    reading = Reading(patience=HASTY, cache=Cache(tmp_path / "cache", 2**30, HASTY))
+    remote = load_index(bucket, HASTY).model_copy(update={"reading": reading})
+    remote.read(0)
+    digests = []
+    for shards, workers in ((index, 0), (remote, 2)):
+        stream = open_stream(
+            shards,
+            seed=1,
+            lanes=4,
+            seq_len=64,
+            rank=0,
+            world=1,
+            workers=workers,
+            first_row=0,
+            cursors={},
+            transform=unmasked,
+        )
+        digests.append([example.digest for example in islice(stream, 300)])
+        stream.close()
+    assert digests[0] == digests[1]
+    files = [path for path in (tmp_path / "cache").iterdir() if path.name != "lock"]
+    assert len(files) == len(index.shards)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import rjieba
 
+from data_pipeline import wordpieces
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.corpus import Document
 from data_pipeline.index import load_index
@@ -101,6 +102,8 @@ def test_word_starts_are_the_words_of_jieba(wordpiece: WordPieceTokenizer) -> No
         total += len(ids)
     assert split > 0.05 * total
     assert wrong < 0.001 * total
+    word = next(w for w in WORDS if len(wordpiece.encode(w)) < len(wordpiece.encode(" ".join(w))))
+    assert wordpiece.word_starts(wordpiece.encode(" ".join(word))).all()  # two words, by the space
 
 
 def test_all_of_a_word_is_masked_and_specials_never(wordpiece: WordPieceTokenizer) -> None:
@@ -179,3 +182,11 @@ def test_what_cannot_be_trained_is_one_line(vocab_size: int, message: str, tmp_p
     with pytest.raises(ValueError, match=rf"tokenizer\.vocab_size={vocab_size} {message}"):
         train_tokenizer(config, [Document("d", "\n".join(make_lines(50, seed=5)))])
     assert not model.parent.exists()
+
+
+def test_missing_packages_are_named(
+    config: TokenizerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wordpieces, "IS_INSTALLED", False)
+    with pytest.raises(ValueError, match=r"^tokenizer\.kind=wordpiece needs rjieba .*chinese"):
+        load_tokenizer(config)

@@ -99,8 +99,8 @@ def train(engine: Engine, accumulation: int, steps: range, naive: bool = False) 
             loss = engine.forward(*arguments, asked).total
             own = len(asked) * world * accumulation if naive else count
             engine.backward(loss, own)
-            norm = engine.step(lr_of(step))
             total += float(loss.detach())
+        norm = engine.step(lr_of(step))
         summed = torch.tensor(total, dtype=torch.float64)
         torch.distributed.all_reduce(summed)
         curve.append((float(summed) / count, norm))
@@ -139,6 +139,10 @@ def run_grid() -> dict:
         (stage, accumulation): train(build_engine(stage), accumulation, range(STEPS))
         for stage, accumulation in GRID
     }
+    for stage in (0, 1, 2, 3):  # as stages of a curriculum do: 3 steps, then 5 of another
+        engine = build_engine(stage)
+        curve = train(engine, 1, range(3)) + train(engine, 4, range(3, 5))
+        curves[f"{stage} with growing", 4] = curve + train(engine, 2, range(5, STEPS))
     for stage in (1, 2, 3):
         engine = build_engine(stage, offload="optimizer")
         curves[f"{stage} with offload", 2] = train(engine, 2, range(STEPS))

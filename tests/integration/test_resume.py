@@ -7,8 +7,11 @@ import signal
 from pathlib import Path
 
 import pytest
+import yaml
 
 from configs.loader import load
+from tests.conftest import make_documents
+from tests.data_pipeline.test_archive import make_tar
 from tests.ranks import run_ranks
 
 TOTAL_STEPS = 12  # of tests.conftest.TINY: stages end at 5, 9 and 12
@@ -73,19 +76,54 @@ def assert_same_curve(got: dict[int, dict], want: dict[int, dict]) -> None:
                 assert got[step][key] == pytest.approx(record[key], rel=1e-5, abs=1e-5), (step, key)
 
 
-def test_a_run_in_pieces_on_any_world_has_the_curve_of_one_in_one_go(tiny_config):
-    whole = run(tiny_config, "whole", 1)
+@pytest.fixture
+def mixed_config(tiny_config, tmp_path) -> Path:
+    """Return a config of two weighted sources, one of them tars of text, few and one damaged."""
+    for shard in range(3):
+        files = {
+            f"{shard}{n}.txt": document.text.encode()
+            for n, document in enumerate(make_documents(12, seed=shard))
+        }
+        content = make_tar(files)
+        (tmp_path / f"s-{shard}.tar").write_bytes(content[:3000] if shard == 1 else content)
+    (tmp_path / "one.tar").write_bytes(make_tar({"a.txt": b"the only document that is held out"}))
+    settings = yaml.safe_load(tiny_config.read_text())
+    settings["data"] |= {
+        "train": [
+            {"name": "tokens", "shards": settings["data"]["train"], "weight": 2},
+            {"name": "texts", "shards": f"{tmp_path}/s-{{0..2}}.tar"},
+        ],
+        "eval": f"{tmp_path}/one.tar",
+        "on_error": "skip_shard",
+    }
+    settings["curriculum"]["stages"][1]["mixture"] = {"texts": 1}
+    path = tmp_path / "mixed.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def test_a_run_in_pieces_on_any_world_has_the_curve_of_one_in_one_go(mixed_config):
+    """Weights change by stage, a shard is left out, one document is held out for four ranks."""
+    whole = run(mixed_config, "whole", 1)
+    assert whole[TOTAL_STEPS]["data/tokens/texts"] == pytest.approx(
+        1280 / 3 + 1024 + 768 / 3, abs=100
+    )
+    assert whole[TOTAL_STEPS]["data/skipped_shards"] == 1
     assert sorted(whole) == list(range(1, TOTAL_STEPS + 1))
     assert len({record["data/hash"] for record in whole.values()}) == TOTAL_STEPS
     assert [step for step in whole if "eval/loss" in whole[step]] == [5, 9, 12]
 
     pieces = ("in-pieces", 2, "data.workers=2", "engine.zero_stage=3")
-    first = run(tiny_config, *pieces, stop_after=3)
+    first = run(mixed_config, *pieces, stop_after=3)
     assert sorted(first) == [1, 2, 3]
-    run(tiny_config, "in-pieces", 1, "engine.zero_stage=0", "engine.device_tokens=64", stop_after=5)
-    run(tiny_config, "in-pieces", 4, "data.workers=1", "engine.zero_stage=2", stop_after=8)
-    got = run(tiny_config, "in-pieces", 2, "data.workers=1", "engine.zero_stage=1")
+    run(
+        mixed_config, "in-pieces", 1, "engine.zero_stage=0", "engine.device_tokens=64", stop_after=5
+    )
+    run(mixed_config, "in-pieces", 4, "data.workers=1", "engine.zero_stage=2", stop_after=8)
+    got = run(mixed_config, "in-pieces", 2, "data.workers=1", "engine.zero_stage=1")
     assert_same_curve(got, whole)
+    for key in ("data/tokens/tokens", "data/tokens/texts", "data/skipped"):
+        assert got[TOTAL_STEPS][key] == whole[TOTAL_STEPS][key]
 
 
 def test_a_resume_that_forgets_its_cursors_is_noticed(tiny_config):
@@ -96,9 +134,10 @@ def test_a_resume_that_forgets_its_cursors_is_noticed(tiny_config):
         assert_same_curve(got, whole)
 
 
-def test_learning_rate_by_tokens(tiny_config):
+def test_learning_rate_by_tokens_of_padded_rows(tiny_config):
     by_tokens = ["schedule.unit=tokens", "schedule.kind=linear", "schedule.warmup=600"]
-    records = run(tiny_config, "by-tokens", 1, *by_tokens)
+    records = run(tiny_config, "by-tokens", 1, *by_tokens, "data.packing=padded")
+    assert records[TOTAL_STEPS]["train/loss"] < records[1]["train/loss"]
     total = records[TOTAL_STEPS]["tokens"]
     for record in records.values():
         t = record["tokens"]

@@ -97,6 +97,20 @@ def test_what_was_made_is_kept_or_refused_but_never_replaced(building, tmp_path,
     assert "remove it" in line
     (line,) = problems(capsys, "shards", building, "run.seed=4")
     assert "remove it" in line
+    model = tmp_path / "t.model"
+    whole = model.read_bytes()
+    model.write_bytes(whole[:-20])
+    (line,) = problems(capsys, "tokenizer", building)
+    assert f"{model} is no " in line
+    model.write_bytes(whole)
+    (tmp_path / "t.model.made_from.json").unlink()
+    assert main(["tokenizer", str(building)]) == 0
+    assert "kept: it was not trained here" in capsys.readouterr().out
+    (line,) = problems(capsys, "tokenizer", building, "tokenizer.kind=bpe")
+    assert "has kind unigram" in line
+    model.unlink()
+    (line,) = problems(capsys, "tokenizer", building, "tokenizer.vocab_size=null")
+    assert "vocab_size is null" in line
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").iterdir()} == times
 
 
@@ -110,6 +124,13 @@ def test_verify_finds_damage(building, tmp_path, capsys):
     assert main(["verify", str(tmp_path / "shards")]) == 1
     assert shard.name in capsys.readouterr().out
     assert problems(capsys, "verify", tmp_path / "nowhere")
+    # without an index, the structure tells
+    (tmp_path / "shards" / "index.json").unlink()
+    assert main(["verify", str(tmp_path / "shards")]) == 0
+    shard.write_bytes(data[:-11_000])
+    assert main(["verify", f"{tmp_path}/shards/*.tar"]) == 1
+    assert "cut at byte" in capsys.readouterr().out
+    assert problems(capsys, "verify", f"{tmp_path}/shards/x*.tar")
 
 
 @pytest.mark.parametrize("command", ["train", "compare"])

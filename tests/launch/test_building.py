@@ -11,6 +11,7 @@ import yaml
 
 from data_pipeline import corpus, shards
 from data_pipeline.tokenizing import Encoder
+from launch import meter
 from launch.cli import main
 from tests.conftest import make_documents
 
@@ -82,6 +83,20 @@ def test_a_share_that_is_none_is_refused(
         main(["shards", str(config("x")), f"--part={share}"])
     assert caught.value.code == 2
     assert "is no share: write i/n" in capsys.readouterr().err
+
+
+def test_a_log_tells_how_far_it_is_and_how_fast(
+    config: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meter, "SECONDS_BETWEEN_LINES", 0.0)
+    assert main(["shards", str(config("logged"))]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
+    assert any("of the text" in line for line in lines)
+    assert any("written" in line for line in lines)
+    counts = [int(line.split(" documents,")[0].rpartition(" ")[2]) for line in lines]
+    assert max(counts) == 60
 
 
 def test_a_killed_process_ends_the_command_with_a_line(

@@ -29,7 +29,10 @@ def test_the_dict_states_batch_clipping_and_stage():
     assert made["gradient_clipping"] == 0.5
     assert made["zero_optimization"] == {"stage": 2}
     assert "bf16" not in made
-    assert make(precision="bf16")["bf16"] == {"enabled": True}
+    assert make(precision="bf16")["bf16"] == {
+        "enabled": True,
+        "check_grad_overflow": True,  # DeepSpeed's default lets a NaN into the weights
+    }
 
 
 def test_further_keys_lie_over_ours_level_by_level():

@@ -18,7 +18,6 @@ def result(total=6.0, targets=2.0, **changes):
         "seconds": 0.5,
         "waited_s": 0.1,
         "lengths": (16, 16),
-        "stop": False,
         "batch_hash": None,
     }
     return StepResult(total=total, targets=targets, **(fields | changes))

@@ -1,6 +1,7 @@
 """The tracker against a real SQLite store, killed parents, dead and silent servers."""
 
 import fcntl
+import itertools
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from mlflow import MlflowClient
 
 from trainer.config import MlflowConfig
 from trainer.tracking import (
+    POINTS,
     Delivery,
     State,
     Status,
@@ -25,6 +27,7 @@ from trainer.tracking import (
     dashboard_command,
     finish_parent,
     flatten,
+    is_due,
     metric_name,
     read_params,
     read_points,
@@ -362,3 +365,26 @@ def test_dashboard_command_and_uri(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert absolute_uri("http://host:5000") == dashboard_command("http://host:5000")
     command = dashboard_command("sqlite:///my runs/a.db")
     assert "server --backend-store-uri 'sqlite:///my runs/a.db'" in command
+
+
+def test_points_of_a_long_run_are_thinned_by_step() -> None:
+    sent = [0]
+    for step in range(1, 450_001):
+        if is_due(step, sent[-1]):
+            sent.append(step)
+    assert sent[: 2 * POINTS] == list(range(2 * POINTS))
+    assert 10_000 < len(sent) < 16_000
+    assert max(b / a for a, b in itertools.pairwise(sent) if a > 2 * POINTS) < 1.001
+    sparse = [step for step in range(1000, 450_001, 1000) if is_due(step, step - 1000)]
+    assert len(sparse) == 450  # a run that logs every 1,000 steps is not thinned further
+
+
+def test_evaluations_and_the_last_point_are_never_thinned(
+    folder: Path, store: MlflowConfig, client: MlflowClient
+) -> None:
+    log(folder, 50_000, 50_001, 50_002)
+    log(folder, 50_003, more={"eval/loss": 1.0})
+    log(folder, 50_004, 50_005)
+    run = deliver(folder, store)
+    assert [step for step, _ in points(client, run)] == [50_000, 50_003, 50_005]
+    assert [step for step, _ in points(client, run, "eval/loss")] == [50_003]
