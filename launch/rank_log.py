@@ -10,8 +10,10 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainer.distributed import World
+if TYPE_CHECKING:  # a rank's place; torch comes with it
+    from trainer.distributed import World
 
 LOGS = "logs"
 LAST_LINES = 25
@@ -26,7 +28,7 @@ class RankLog:
         self._terminal = 2
         self._title = ""
 
-    def open(self, folder: Path, world: World) -> None:
+    def open(self, folder: Path, world: "World") -> None:
         """Turn both to a file, on every rank but the first."""
         if world.is_first:
             return

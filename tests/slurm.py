@@ -34,7 +34,7 @@ def obstacle() -> str | None:
     return f"no namespaces here: {done.stderr.strip()}" if done.returncode else None
 
 
-def wait_for(what: str, ready: Callable[[], object], timeout_s: float = 120) -> None:
+def wait_for(what: str, ready: Callable[[], object], timeout_s: float = 300) -> None:
     """Poll until something is so."""
     deadline = time.monotonic() + timeout_s
     while not ready():
@@ -235,6 +235,9 @@ def _ip(*words: str) -> None:
 def start_sshd(cluster: Cluster) -> dict[str, str]:
     """Let ssh in to every node, by a key; return the variable by which pdsh and we find it."""
     folder = cluster.folder
+    found = {"PDSH_SSH_ARGS_APPEND": f"-F {folder}/ssh.conf"}
+    if (folder / "ssh.conf").exists():  # it runs
+        return found
     for name in ("host", "user"):
         key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / f"{name}.key")]
         subprocess.run(key, check=True, capture_output=True)
@@ -250,4 +253,4 @@ def start_sshd(cluster: Cluster) -> dict[str, str]:
     for node in cluster.names:
         command = cluster.on(node, "/usr/sbin/sshd", "-f", str(folder / "sshd.conf"))
         subprocess.run(command, check=True, capture_output=True)
-    return {"PDSH_SSH_ARGS_APPEND": f"-F {folder}/ssh.conf"}
+    return found

@@ -40,9 +40,33 @@ def nothing_runs(cluster) -> bool:
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (4, 1)])
 def test_nodes_and_ranks_have_the_curve_of_one_rank(cluster, submit, tiny_config, nodes, ranks):
     job, folder = submit(f"launch.nodes={nodes}", f"launch.num_processes={ranks}", *LONGER)
-    assert cluster.wait(job)["JobState"] == "COMPLETED", log_of(folder)
+    assert cluster.wait(job, timeout_s=900)["JobState"] == "COMPLETED", log_of(folder)
     assert nothing_runs(cluster)
     assert_same_curve(by_step(folder), run(tiny_config, "one", 1, *LONGER))
+
+
+def test_srun_alone_starts_ranks_by_node_and_by_task(cluster, tiny_config, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    out = cluster.run(
+        *("srun", "--nodes=2", "--ntasks=4", sys.executable, "-m", "launch.train", tiny_config),
+        *("curriculum.stages.0.steps=1",),
+    )
+    assert "(2 rows x 1 accumulated x 4 ranks)" in out
+    assert (tiny_config.parent / "runs" / "tiny" / "done").exists()
+
+
+def test_doctor_asks_all_hosts_and_names_the_one_out_of_reach(cluster, tiny_config, tmp_path):
+    ssh, hosts = start_sshd(cluster), tmp_path / "hosts"
+    doctor = [sys.executable, "-m", "launch.cli", "doctor", tiny_config, "--hostfile", hosts]
+    hosts.write_text("n1 slots=1\nn2 slots=1\n")
+    code, out = on_first_host(cluster, *doctor, **ssh)
+    assert code == 0, out
+    for expected in ("n1", "n2", "eth0", "all-reduce", " ms", "the run would start"):
+        assert expected in out
+    hosts.write_text("n1 slots=1\nn9 slots=1\n")
+    code, out = on_first_host(cluster, *doctor, **ssh)
+    assert code == 2, out
+    assert "would fail: n9: " in out
 
 
 def test_a_real_time_limit_cuts_a_run_into_slices_of_one_curve(cluster, submit, tiny_config):
@@ -67,7 +91,7 @@ def test_a_job_preempted_by_a_higher_partition_saves_and_comes_back(cluster, sub
     job, folder = submit("launch.nodes=4", "curriculum.stages.0.steps=400")
     wait_for_steps(cluster, job, folder, 3)
     cluster.run("srun", "--partition=high", "--nodes=4", "--exclusive", "sleep", "1")
-    ended = cluster.wait(job)
+    ended = cluster.wait(job, timeout_s=900)
     assert ended["JobState"] == "COMPLETED", log_of(folder)
     assert ended["Restarts"] == "1"
     steps = [record["step"] for record in read_records(folder)]
@@ -81,7 +105,7 @@ def test_a_node_that_loses_power_costs_what_was_not_saved(cluster, submit, tiny_
     cluster.crash(lost)
     wait_for("the requeue", lambda: cluster.job(job)["JobState"] != "RUNNING", 120)
     cluster.boot(lost)
-    ended = cluster.wait(job)
+    ended = cluster.wait(job, timeout_s=900)
     assert ended["JobState"] == "COMPLETED", log_of(folder)
     assert int(ended["Restarts"]) >= 1
     assert_same_curve(by_step(folder), run(tiny_config, "one", 1, *LONGER))
@@ -91,7 +115,7 @@ def test_a_node_that_loses_power_costs_what_was_not_saved(cluster, submit, tiny_
 def test_an_array_of_two_seeds_is_a_study(cluster, submit):
     seeds = ("compare.seeds=[1,2]", "run.name=seeds", MLFLOW)
     job, folder = submit("--array", "seeds", *seeds)
-    wait_for("both seeds", lambda: len(list(folder.glob("*/done"))) == 2, 240)
+    wait_for("both seeds", lambda: len(list(folder.glob("*/done"))) == 2, 900)
     assert sorted(path.name for path in folder.glob("*-seed*")) == ["rope-seed1", "rope-seed2"]
     one, two = (by_step(folder / f"rope-seed{n}") for n in (1, 2))
     assert one[1]["data/hash"] != two[1]["data/hash"]
@@ -110,7 +134,7 @@ def test_a_failing_job_ends_with_its_code_and_is_not_requeued(cluster, submit, o
     broken = folder / "broken.sh"
     broken.write_text(script.replace("overrides=(", f"overrides=({' '.join(overrides)} "))
     (job,) = cluster.run("sbatch", "--parsable", broken).split()
-    ended = cluster.wait(job)
+    ended = cluster.wait(job, timeout_s=900)
     assert ended["JobState"] == "FAILED", log_of(folder)
     assert ended["Restarts"] == "0"
     assert ended["ExitCode"] == code or "143" in ended["ExitCode"], log_of(folder)
