@@ -88,14 +88,14 @@ def test_a_real_time_limit_cuts_a_run_into_slices_of_one_curve(cluster, submit, 
 
 
 def test_a_job_preempted_by_a_higher_partition_saves_and_comes_back(cluster, submit):
-    job, folder = submit("launch.nodes=4", "curriculum.stages.0.steps=400")
+    job, folder = submit("launch.nodes=4", "curriculum.stages.0.steps=150")
     wait_for_steps(cluster, job, folder, 3)
     cluster.run("srun", "--partition=high", "--nodes=4", "--exclusive", "sleep", "1")
     ended = cluster.wait(job, timeout_s=900)
     assert ended["JobState"] == "COMPLETED", log_of(folder)
     assert ended["Restarts"] == "1"
     steps = [record["step"] for record in read_records(folder)]
-    assert steps == list(range(1, 408))
+    assert steps == list(range(1, 158))
 
 
 def test_a_node_that_loses_power_costs_what_was_not_saved(cluster, submit, tiny_config):
