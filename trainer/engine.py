@@ -82,7 +82,8 @@ def deepspeed_config(
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": accumulation * world,
-        "gradient_clipping": optimizer.clip_norm,
+        # without ZeRO in fp32 `Engine.step` clips, which needs the norm anyway
+        "gradient_clipping": 0.0 if _is_plain(engine) else optimizer.clip_norm,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
@@ -92,6 +93,11 @@ def deepspeed_config(
     if engine.precision == "fp16":
         ours["fp16"] = {"enabled": True}
     return _overlaid(ours, engine.deepspeed.model_dump())
+
+
+def _is_plain(engine: EngineConfig) -> bool:
+    """Whether DeepSpeed leaves AdamW as it is."""
+    return engine.zero_stage == 0 and engine.precision == "fp32"
 
 
 def _overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,6 +154,9 @@ class Engine:
         self._accumulation = max_accumulation
         self._update, self._skips = adamw.step, False
         adamw.step = self._update_unless_skipped  # type: ignore[method-assign]
+        self._clip_norm = optimizer.clip_norm if _is_plain(engine) else 0.0
+        if engine.zero_stage == 0 and world.size == 1:  # it would copy all gradients, twice
+            self._engine.enable_backward_allreduce = False
 
     @property
     def module(self) -> nn.Module:
@@ -198,15 +207,23 @@ class Engine:
         """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
-        norm: float | Tensor | None = None
+        norm: float | None = None
         if self._engine.optimizer is self._engine.basic_optimizer:  # ZeRO 0 in fp32 reports none
             gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-            norm = float(torch.nn.utils.get_total_norm(gradients))
+            whole = torch.nn.utils.get_total_norm(gradients)
+            norm = float(whole)
             skip = skip or not math.isfinite(norm)
+            if not skip:
+                self._clip(whole)
         self._skips = skip
         self._engine.step()
         reported = self._engine.get_global_grad_norm()
         return float(reported if norm is None and reported is not None else norm or 0.0)
+
+    def _clip(self, norm: Tensor) -> None:
+        if self._clip_norm:
+            parameters = self._engine.module.parameters()
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)
 
     def _update_unless_skipped(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in for AdamW's step, which every ZeRO stage calls once or more a step."""

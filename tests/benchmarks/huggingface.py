@@ -6,9 +6,9 @@
 Theirs is stock: Trainer with its AdamW, DataCollatorForTokenClassification (which pads ids and
 labels to the longest of a batch), RoFormerForMaskedLM or BertForMaskedLM; bf16 is its autocast,
 8 documents a batch its default. Its batches are random, or those of its own length grouping. Ours
-is what `roformer train` runs: packed documents under DeepSpeed, `Trainer.train_step` and its
-metrics. Neither has dropout. Both start from the same weights, and masks are made before, so that
-both have the same targets.
+is what `roformer train` runs: packed documents under DeepSpeed (without ZeRO, as one process has
+nothing to share out), `Trainer.train_step` and its metrics. Neither has dropout. Both start from
+the same weights, and masks are made before, so that both have the same targets.
 
 They take turns by groups of optimizer steps on exactly the same documents, `--batch` a step. On
 random batches the steps are the same too, and so must be the losses: the last column has the
@@ -172,7 +172,7 @@ def both_sides(
 ) -> Iterator[tuple[Theirs, Trainer]]:
     """Yield the two trainers, with the same weights."""
     config, vocab_size = model_config(size, positions=POSITIONS[kind]), vocabulary(size)
-    sections = {"optimizer": OPTIMIZER, "engine": {"precision": dtype}}
+    sections = {"optimizer": OPTIMIZER, "engine": {"precision": dtype, "zero_stage": 0}}
     with tempfile.TemporaryDirectory() as folder:
         model = their_model(kind, config, vocab_size)
         # before our process group is there, which would make it a distributed trainer

@@ -118,8 +118,8 @@ def turn_of_rotary(model: LanguageModel, batch: Batch, dtype: torch.dtype) -> Ca
     config = model.config
     rotation = model.encoder.embeddings.positions.rotation(batch.positions)
     assert rotation is not None
-    qkv = torch.randn(batch.num_tokens, 3, config.num_heads, config.head_size).to(dtype)
-    gradient = torch.randn(batch.num_tokens, config.num_heads, config.head_size).to(dtype)
+    shape = (batch.num_tokens, 3, config.num_heads, config.head_size)
+    qkv, gradient = (torch.randn(shape).to(dtype) for _ in range(2))
     forward, backward = rotary.passes(rotation.split, qkv, gradient)
     return lambda: (forward(), backward())
 

@@ -92,7 +92,7 @@ def passes(form: Form, qkv: Tensor, gradient: Tensor) -> tuple[Callable[[], obje
     # no leaves, as the projection's output is none; and two, since one form writes over its own
     once, again = (qkv.clone().requires_grad_() * 1.0 for _ in range(2))
     outputs = form(once)
-    gradients = [gradient] * len(outputs)
+    gradients = gradient.unbind(1)
 
     def forward() -> object:
         return form(again)
@@ -110,7 +110,7 @@ def measure(
     tokens -= tokens % min(LENGTH, tokens)
     dtype = DTYPES[dtype_name]
     qkv = torch.randn(tokens, 3, HEADS, SIZE, device=device).to(dtype)
-    gradient = torch.randn(tokens, HEADS, SIZE, device=device).to(dtype)
+    gradient = torch.randn(tokens, 3, HEADS, SIZE, device=device).to(dtype)
     times: dict[str, dict[str, list[Time]]] = {"forward": {}, "backward": {}}
     built = {n: passes(f, qkv, gradient) for n, f in forms(tokens, dtype, device).items()}
     for direction, works in zip(times, zip(*built.values(), strict=True), strict=True):

@@ -14,10 +14,14 @@ import torch
 
 from configs.schema import Config
 from data_pipeline.batch import IGNORED, Example, make_example
+from data_pipeline.corpus import Document
 from data_pipeline.lanes import START, Row
 from data_pipeline.masking import mask_tokens
+from data_pipeline.mixture import Mixture
 from data_pipeline.seeding import generator
-from data_pipeline.tokenizers import NUM_SPECIALS
+from data_pipeline.shards import write_shards
+from data_pipeline.specials import NUM_SPECIALS
+from data_pipeline.tokenizers import BytesTokenizer
 from launch.preflight import Prepared
 from launch.run_folder import STOP
 from launch.train import build_trainer
@@ -109,7 +113,7 @@ def our_trainer(
 ) -> Iterator[Trainer]:
     """Yield the trainer that `roformer train` would build, with steps of `rows` rows.
 
-    It has no shards: `train_step` takes any iterator of examples. `sections` are of the config.
+    Its shards hold a word, for `train_step` takes any examples. `sections` are of the config.
     """
     world = world_from_environment()
     stage = {"name": "all", "seq_len": seq_len, "global_batch": rows * world.size, "steps": 10**6}
@@ -117,15 +121,25 @@ def our_trainer(
         {
             "run": {"name": "run", "dir": str(folder), "batch_hash": batch_hash},
             "model": model.model_dump(),
+            "data": {"lanes": 1},
             "curriculum": {"stages": [stage]},
             **sections,
         }
     )
     init_distributed(world, timeout_s=600)
+    shards = write_shards(
+        [Document("one", "word")],
+        BytesTokenizer(),
+        folder / "shards",
+        seed=0,
+        min_shards=1,
+        shard_mib=1,
+        workers=1,
+    )
     prepared = Prepared(
         config=config,
         tokenizer=SimpleNamespace(vocab_size=vocab_size),  # type: ignore[arg-type]
-        train=None,  # type: ignore[arg-type]
+        train=Mixture(("",), (shards,), (1.0,)),
         eval=None,
         stages=build_stages(config.curriculum, config.optimizer, config.objective),
         factors=(Factors(rows, 1, world.size),),

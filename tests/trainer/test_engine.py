@@ -29,6 +29,8 @@ def test_the_dict_states_batch_clipping_and_stage():
     assert made["gradient_clipping"] == 0.5
     assert made["zero_optimization"] == {"stage": 2}
     assert "bf16" not in made
+    assert make(zero_stage=0)["gradient_clipping"] == 0  # AdamW is plain there: the engine clips
+    assert make(zero_stage=0, precision="bf16")["gradient_clipping"] == 0.5
     assert make(precision="bf16")["bf16"] == {
         "enabled": True,
         "check_grad_overflow": True,  # DeepSpeed's default lets a NaN into the weights
