@@ -88,7 +88,8 @@ def _on_slurm(config: Config, call: Call, arguments: argparse.Namespace, console
         compare.write_study(folder, config, runs)
         if (parent := start_parent(folder, config.tracking.mlflow)) is not None:
             extra = (f"tracking.mlflow.parent_run_id={parent}",)
-    elements = [Element(str(folder_of(r.config)), (*r.overrides, *extra)) for r in runs]
+    common = len(call.overrides)
+    elements = [Element(str(folder_of(r.config)), (*r.overrides[common:], *extra)) for r in runs]
     script = slurm_script(config, call, elements)
     if _print_or_submit(script, folder / SCRIPT, arguments.submit, console) is not None:
         then = f"report {folder}" if arguments.array == "seeds" else f"compare {call.config}"

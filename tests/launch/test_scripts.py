@@ -98,7 +98,7 @@ def slice_of(tiny_config, tmp_path):
     def make(*overrides: str, arrays: bool = False) -> Slice:
         words = ("run.dir=runs", "launch.nodes=2", *overrides)
         call = Call(tiny_config, words, tmp_path)
-        elements = [Element(f"runs/s{n}", ("run.dir=runs", f"run.name=s{n}")) for n in range(2)]
+        elements = [Element(f"runs/s{n}", (f"run.name=s{n}",)) for n in range(2)]
         return Slice(
             tmp_path, slurm_script(load(tiny_config, words), call, elements if arrays else ())
         )
@@ -185,7 +185,7 @@ def test_elements_of_an_array_have_runs_of_their_own(slice_of, tmp_path):
     array = {"SLURM_ARRAY_JOB_ID": "1233", "SLURM_ARRAY_TASK_ID": "1"}
     srun = 'echo "$*" >arguments; touch runs/s1/requeue'
     assert job.start(f"mkdir -p runs/s1/checkpoints/step-00000001; {srun}", **array)[0] == 1
-    assert "run.name=s1" in (tmp_path / "arguments").read_text()
+    assert "run.dir=runs launch.nodes=2 run.name=s1" in (tmp_path / "arguments").read_text()
     saved = "touch runs/s1/checkpoints/step-00000001/MANIFEST.json"
     assert job.start(f"{saved}; {srun}", **array)[0] == 0
     assert job.requeued == "requeue 1233_1\n"  # and not all elements
