@@ -1,5 +1,6 @@
 """The long form of what is proven on clusters: `make test-clusters`, minutes on two cores."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -141,15 +142,33 @@ def test_a_failing_job_ends_with_its_code_and_is_not_requeued(cluster, submit, o
     assert nothing_runs(cluster)
 
 
-def test_two_hosts_of_deepspeed_itself_and_without_ssh(cluster, tiny_config, tmp_path):
-    hosts = tmp_path / "hosts"
-    hosts.write_text("n1 slots=1\nn2 slots=1\n")
-    ssh = start_sshd(cluster)
+@pytest.fixture
+def hostfile(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("n1 slots=1\nn2 slots=1\n")
+    return path
+
+
+def test_deepspeeds_own_hostfile_start_over_ssh(cluster, tiny_config, hostfile):
     deepspeed = Path(sys.executable).parent / "deepspeed"
-    words = [deepspeed, "--hostfile", hosts, "--module", "launch.train", tiny_config]
-    (ROOT / ".deepspeed_env").unlink(missing_ok=True)
-    code, out = on_first_host(cluster, *words, "run.name=ssh", **ssh)
+    words = [deepspeed, "--hostfile", hostfile, "--module", "launch.train", tiny_config]
+    code, out = on_first_host(cluster, *words, **start_sshd(cluster))
     assert code == 0, out
-    (tmp_path / "runs").mkdir(exist_ok=True)
-    runs = tiny_config.parent / "runs"
-    assert (runs / "ssh" / "done").exists(), out
+    run_folder = tiny_config.parent / "runs" / "tiny"
+    assert (run_folder / "done").exists(), out
+    assert "rank 1 on n2" in (run_folder / "logs" / "rank-00001.log").read_text()
+
+
+def test_the_same_script_started_on_each_host_needs_no_ssh(cluster, tiny_config, hostfile):
+    command = [sys.executable, "-m", "launch.cli", "launch", tiny_config, "--hostfile", hostfile]
+    code, text = on_first_host(cluster, *command)
+    assert code == 0, text
+    script = hostfile.with_name("job.sh")
+    script.write_text(text)
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    second = cluster.on("n2", "bash", str(script), "1")
+    with subprocess.Popen(second, env=environment, stdout=subprocess.DEVNULL) as other:
+        code, out = on_first_host(cluster, "bash", script, "0")
+        assert code == 0, out
+        assert other.wait(60) == 0
+    assert (tiny_config.parent / "runs" / "tiny" / "done").exists(), out
