@@ -46,6 +46,10 @@ class RankLog:
         os.dup2(file, 2)
         os.close(file)
 
+    def close(self) -> None:
+        """Have nothing to repeat: another rank has said it."""
+        self._path = None
+
     def repeat_last_lines(self) -> None:
         """Show the end of what this start has written, if it has written anything."""
         if self._path is None:

@@ -232,12 +232,11 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
-def start_sshd(cluster: Cluster) -> dict[str, str]:
-    """Let ssh in to every node, by a key; return the variable by which pdsh and we find it."""
+def start_sshd(cluster: Cluster) -> None:
+    """Let every node in to every other by ssh, with a key that their ssh's settings name."""
     folder = cluster.folder
-    found = {"PDSH_SSH_ARGS_APPEND": f"-F {folder}/ssh.conf"}
     if (folder / "ssh.conf").exists():  # it runs
-        return found
+        return
     for name in ("host", "user"):
         key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / f"{name}.key")]
         subprocess.run(key, check=True, capture_output=True)
@@ -251,6 +250,8 @@ def start_sshd(cluster: Cluster) -> dict[str, str]:
     )
     Path("/run/sshd").mkdir(exist_ok=True)
     for node in cluster.names:
-        command = cluster.on(node, "/usr/sbin/sshd", "-f", str(folder / "sshd.conf"))
-        subprocess.run(command, check=True, capture_output=True)
-    return found
+        for command in (
+            ["mount", "--bind", f"{folder}/ssh.conf", "/etc/ssh/ssh_config"],
+            ["/usr/sbin/sshd", "-f", f"{folder}/sshd.conf"],
+        ):
+            subprocess.run(cluster.on(node, *command), check=True, capture_output=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import ROOT, read_records
+from tests.integration.processes import ROOT, read_records, roformer
 from tests.integration.test_hosts import on_first_host
 from tests.integration.test_resume import assert_same_curve, run
 from tests.integration.test_slurm import by_step, log_of, submit_run, wait_for_steps
@@ -26,6 +26,7 @@ MLFLOW = "tracking.mlflow.uri=sqlite:///${run.dir}/mlflow.db"
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     with slurm_cluster(tmp_path_factory.mktemp("clusters") / "cluster", nodes=4) as running:
+        start_sshd(running)
         yield running
 
 
@@ -57,15 +58,15 @@ def test_srun_alone_starts_ranks_by_node_and_by_task(cluster, tiny_config, monke
 
 
 def test_doctor_asks_all_hosts_and_names_the_one_out_of_reach(cluster, tiny_config, tmp_path):
-    ssh, hosts = start_sshd(cluster), tmp_path / "hosts"
+    hosts = tmp_path / "hosts"
     doctor = [sys.executable, "-m", "launch.cli", "doctor", tiny_config, "--hostfile", hosts]
     hosts.write_text("n1 slots=1\nn2 slots=1\n")
-    code, out = on_first_host(cluster, *doctor, **ssh)
+    code, out = on_first_host(cluster, *doctor)
     assert code == 0, out
     for expected in ("n1", "n2", "eth0", "all-reduce", " ms", "the run would start"):
         assert expected in out
     hosts.write_text("n1 slots=1\nn9 slots=1\n")
-    code, out = on_first_host(cluster, *doctor, **ssh)
+    code, out = on_first_host(cluster, *doctor)
     assert code == 2, out
     assert "would fail: n9: " in out
 
@@ -127,11 +128,13 @@ def test_an_array_of_two_seeds_is_a_study(cluster, submit):
 @pytest.mark.parametrize(
     ("overrides", "code"), [(["data.eval=nowhere"], "2:0"), (["optimizer.lr=1e30"], "1:0")]
 )
-def test_a_failing_job_ends_with_its_code_and_is_not_requeued(cluster, submit, overrides, code):
-    job, folder = submit("launch.nodes=2", "optimizer.clip_norm=0")
-    script = (folder / "launch.sh").read_text()
-    cluster.run("scancel", job)
-    cluster.wait(job)
+def test_a_failing_job_ends_with_its_code_and_is_not_requeued(
+    cluster, submit, tiny_config, overrides, code
+):
+    folder = tiny_config.parent / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    words = ["launch", tiny_config, "--slurm", "launch.nodes=2", "optimizer.clip_norm=0"]
+    script = roformer(*words).stdout
     broken = folder / "broken.sh"
     broken.write_text(script.replace("overrides=(", f"overrides=({' '.join(overrides)} "))
     (job,) = cluster.run("sbatch", "--parsable", broken).split()
@@ -152,7 +155,7 @@ def hostfile(tmp_path):
 def test_deepspeeds_own_hostfile_start_over_ssh(cluster, tiny_config, hostfile):
     deepspeed = Path(sys.executable).parent / "deepspeed"
     words = [deepspeed, "--hostfile", hostfile, "--module", "launch.train", tiny_config]
-    code, out = on_first_host(cluster, *words, **start_sshd(cluster))
+    code, out = on_first_host(cluster, *words)
     assert code == 0, out
     run_folder = tiny_config.parent / "runs" / "tiny"
     assert (run_folder / "done").exists(), out
