@@ -66,7 +66,7 @@ class Cluster:
             env=self.environment | more,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"

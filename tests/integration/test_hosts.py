@@ -44,7 +44,7 @@ def on_first_host(cluster: Cluster, *command: str | Path) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=300,
         check=False,
     )
     return done.returncode, done.stdout
