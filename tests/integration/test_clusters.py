@@ -43,7 +43,7 @@ def nothing_runs(cluster) -> bool:
 def test_nodes_and_ranks_have_the_curve_of_one_rank(cluster, submit, tiny_config, nodes, ranks):
     job, folder = submit(f"launch.nodes={nodes}", f"launch.num_processes={ranks}", *LONGER)
     assert cluster.wait(job, timeout_s=900)["JobState"] == "COMPLETED", log_of(folder)
-    assert nothing_runs(cluster)
+    wait_for("the nodes' last process", lambda: nothing_runs(cluster), 60)
     assert_same_curve(by_step(folder), run(tiny_config, "one", 1, *LONGER))
 
 
@@ -111,7 +111,7 @@ def test_a_node_that_loses_power_costs_what_was_not_saved(cluster, submit, tiny_
     assert ended["JobState"] == "COMPLETED", log_of(folder)
     assert int(ended["Restarts"]) >= 1
     assert_same_curve(by_step(folder), run(tiny_config, "one", 1, *LONGER))
-    assert nothing_runs(cluster)
+    wait_for("the nodes' last process", lambda: nothing_runs(cluster), 60)
 
 
 def test_an_array_of_two_seeds_is_a_study(cluster, submit):
@@ -142,7 +142,7 @@ def test_a_failing_job_ends_with_its_code_and_is_not_requeued(
     assert ended["JobState"] == "FAILED", log_of(folder)
     assert ended["Restarts"] == "0"
     assert ended["ExitCode"] == code or "143" in ended["ExitCode"], log_of(folder)
-    assert nothing_runs(cluster)
+    wait_for("the nodes' last process", lambda: nothing_runs(cluster), 60)
 
 
 @pytest.fixture

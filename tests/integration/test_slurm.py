@@ -71,7 +71,11 @@ def test_two_nodes_signalled_and_requeued_have_the_curve_of_one_rank(cluster, su
     assert (folder / "done").exists()
     assert "saved; queued again" in log_of(folder)
     assert "rank 1 on n2" in (folder / "logs" / "rank-00001.log").read_text()
-    assert not [line for node in cluster.names for line in cluster.processes(node)]
+    wait_for(
+        "the nodes' last process",
+        lambda: not any(cluster.processes(node) for node in cluster.names),
+        60,
+    )
     assert len(read_records(folder)) == 107  # no step was done twice
     assert_same_curve(by_step(folder), run(tiny_config, "one", 1, *longer))
 
