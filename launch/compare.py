@@ -6,6 +6,7 @@ goes on where it was.
 """
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from launch.run_folder import STUDY, folder_of, is_done, write_text
 from launch.spawn import spawn
 from launch.study import load_study
 from trainer.config import MlflowConfig
-from trainer.tracking import Status, dashboard_command, finish_parent, start_parent, sync
+from trainer.tracking import Status, finish_parent, start_parent, sync
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def compare(path: Path, overrides: Sequence[str], console: Console) -> int:
     finally:
         if parent is not None and (missed := finish_parent(folder, mlflow, status)) is not None:
             console.print(missed, style="yellow")
-    show_dashboard(mlflow, console)
+    show_dashboard(folder, mlflow, console)
     return EXIT_OK
 
 
@@ -134,7 +135,7 @@ def show_report(folders: Sequence[Path], console: Console) -> None:
             console.print(missed, style="yellow")
 
 
-def show_dashboard(mlflow: MlflowConfig, console: Console) -> None:
+def show_dashboard(folder: Path, mlflow: MlflowConfig, console: Console) -> None:
     """Say how to see the curves in MLflow."""
     if mlflow.uri is not None:
-        console.print(f"MLflow     {dashboard_command(mlflow.uri)}")
+        console.print(f"MLflow     roformer dashboard {shlex.quote(str(folder))}")

@@ -25,7 +25,7 @@ from configs.schema import Config
 from launch.errors import EXIT_BAD_INPUT, EXIT_OK
 from launch.hostfile import read_hostfile
 from launch.preflight import local_processes
-from launch.probe import REDUCED_MIB
+from launch.probe import ALONE, REDUCED_MIB
 from launch.run_folder import folder_of, unwritable
 from launch.scripts import Call, python_words, quote
 from trainer.distributed import free_port
@@ -105,7 +105,9 @@ def ask(config: Config, call: Call, hosts: Sequence[Target]) -> list[Answer]:
     token = folder.absolute() / f".doctor-{uuid.uuid4().hex}"
     token.touch()
     port, ranks = free_port(), sum(host.ranks for host in hosts)
-    master = hosts[0].name if len(hosts) > 1 else "127.0.0.1"
+    master = hosts[0].name if len(hosts) > 1 else ALONE
+    # a host that is alone reduces with itself, where the run will
+    asked = [*hosts, *hosts] if len(hosts) == 1 < ranks else list(hosts)
     launch = config.launch
     before = [
         f"cd {quote(str(call.folder))}",
@@ -114,14 +116,14 @@ def ask(config: Config, call: Call, hosts: Sequence[Target]) -> list[Answer]:
     ]
 
     def one(number: int, host: Target) -> Answer:
-        words = [*call.words, f"--rank={number}", f"--world={len(hosts)}", f"--master={master}"]
+        words = [*call.words, f"--rank={number}", f"--world={len(asked)}", f"--master={master}"]
         words += [f"--port={port}", f"--ranks={ranks}", f"--slots={host.ranks}", f"--token={token}"]
         probe = f"{python_words(launch, call)} -m launch.probe {' '.join(map(quote, words))}"
         return _listen(host, " && ".join([*before, f"exec {probe}"]))
 
     try:
-        with ThreadPoolExecutor(len(hosts)) as pool:
-            return list(pool.map(one, range(len(hosts)), hosts))
+        with ThreadPoolExecutor(len(asked)) as pool:
+            return list(pool.map(one, range(len(asked)), asked))[: len(hosts)]
     finally:
         token.unlink()
 

@@ -8,10 +8,12 @@ refused: launchers that lose their list of machines start a world of one without
 import re
 import socket
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 import psutil
 
 from configs.schema import LaunchConfig
+from launch.hostfile import read_hostfile
 
 RANKS = "ROFORMER_RANKS"
 """Variable by which `roformer` and its scripts say how many ranks they start."""
@@ -38,7 +40,7 @@ def expected_ranks(launch: LaunchConfig, environ: Mapping[str, str]) -> tuple[in
     """Return how many ranks were meant, and who says so; None where nobody does.
 
     Raises:
-        ValueError: If ROFORMER_RANKS is no number.
+        ValueError: If ROFORMER_RANKS is no number, or the hostfile none.
     """
     if RANKS in environ:
         if not environ[RANKS].isdecimal():
@@ -47,6 +49,9 @@ def expected_ranks(launch: LaunchConfig, environ: Mapping[str, str]) -> tuple[in
     if launch.nodes > 1 and launch.num_processes != "auto":
         world = launch.nodes * launch.num_processes
         return world, f"launch.nodes={launch.nodes} x launch.num_processes={launch.num_processes}"
+    if launch.hostfile is not None:
+        hosts = read_hostfile(Path(launch.hostfile))
+        return sum(len(host.slots) for host in hosts), f"launch.hostfile={launch.hostfile}"
     return None
 
 

@@ -15,7 +15,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,13 @@ import torch.distributed as dist
 from configs.loader import ConfigError, load
 from configs.schema import Config
 from launch.environment import interface_towards
-from launch.preflight import prepare
+from launch.plan import make_plan
+from launch.preflight import Prepared, prepare
 from launch.run_folder import folder_of, unwritable, versions
 from trainer.distributed import sum_over_ranks
 
+ALONE = "127.0.0.1"
+"""Rendezvous of a host that is alone."""
 REDUCED_MIB = 16
 WAIT_S = 30
 
@@ -63,8 +66,8 @@ def look_around(arguments: argparse.Namespace) -> dict[str, Any]:
         found["problems"].append(f"{arguments.slots} ranks are meant for {len(found['gpus'])} GPUs")
     found["memory"] = psutil.virtual_memory().available
     found["shm"] = shutil.disk_usage("/dev/shm").free
-    found["interface"] = interface_towards(arguments.master) if arguments.world > 1 else None
-    if arguments.world > 1 and found["interface"] is None:
+    found["interface"] = interface_towards(arguments.master)
+    if arguments.master != ALONE and found["interface"] is None:
         found["problems"].append(
             "no network interface but the loopback: no other host can reach it"
         )
@@ -75,13 +78,13 @@ def look_around(arguments: argparse.Namespace) -> dict[str, Any]:
         found["problems"].append(f"{Path(arguments.token).parent} is no folder that hosts share")
     try:
         config = load(arguments.config, arguments.overrides)
-        found["problems"] += run_problems(config, arguments.ranks, found)
+        found["problems"] += run_problems(config, arguments.ranks, arguments.slots, found)
     except ConfigError as error:
         found["problems"] += error.problems
     return found
 
 
-def run_problems(config: Config, ranks: int, found: dict[str, Any]) -> list[str]:
+def run_problems(config: Config, ranks: int, slots: int, found: dict[str, Any]) -> list[str]:
     """Say what on this host would stop the run; add the disk's space to what was found."""
     problems: list[str] = []
     folder = folder_of(config)
@@ -95,10 +98,33 @@ def run_problems(config: Config, ranks: int, found: dict[str, Any]) -> list[str]
             f"{config.data.workers} pass batches through it; set data.workers=0 or enlarge it"
         )
     try:
-        prepare(config, ranks)
+        prepared = prepare(config, ranks)
     except ConfigError as error:
-        problems += error.problems
-    return problems
+        return [*problems, *error.problems]
+    return [*problems, *room_problems(prepared, ranks, slots, found)]
+
+
+def room_problems(
+    prepared: Prepared, ranks: int, slots: int, found: Mapping[str, Any]
+) -> Iterator[str]:
+    """Say where memory or disk would not suffice, by what `roformer plan` counts."""
+    kind = "gpu" if found["gpus"] else "cpu"
+    vocab_size = prepared.tokenizer.vocab_size
+    plan = make_plan(prepared.config, world=ranks, vocab_size=vocab_size, kind=kind)
+    needed, free = plan.fullest.memory.device, found["memory"] / slots
+    if kind == "gpu":
+        free = torch.cuda.get_device_properties(0).total_memory
+    if needed > free:
+        yield (
+            f"memory: a rank takes {needed / 2**30:.1f} GiB in stage {plan.fullest.stage.name}, "
+            f"and {free / 2**30:.1f} are free for it; `roformer plan` names a change that fits"
+        )
+    kept = plan.checkpoint_bytes * (prepared.config.checkpoint.keep + 1)
+    if kept > found["disk"]:
+        yield (
+            f"disk: {prepared.config.checkpoint.keep} checkpoints and one being written take "
+            f"{kept / 2**30:.1f} GiB, and {found['disk'] / 2**30:.1f} are free"
+        )
 
 
 def port_problems(port: int) -> list[str]:

@@ -10,8 +10,10 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainer.distributed import World
+if TYPE_CHECKING:  # a rank's place; torch comes with it
+    from trainer.distributed import World
 
 LOGS = "logs"
 LAST_LINES = 25
@@ -26,7 +28,7 @@ class RankLog:
         self._terminal = 2
         self._title = ""
 
-    def open(self, folder: Path, world: World) -> None:
+    def open(self, folder: Path, world: "World") -> None:
         """Turn both to a file, on every rank but the first."""
         if world.is_first:
             return
@@ -43,6 +45,10 @@ class RankLog:
         os.dup2(file, 1)
         os.dup2(file, 2)
         os.close(file)
+
+    def close(self) -> None:
+        """Have nothing to repeat: another rank has said it."""
+        self._path = None
 
     def repeat_last_lines(self) -> None:
         """Show the end of what this start has written, if it has written anything."""

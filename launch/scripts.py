@@ -44,6 +44,7 @@ class Element:
     run: str
     """Its folder."""
     overrides: tuple[str, ...]
+    """Its own, behind those of the whole array."""
 
 
 def quote(text: str) -> str:

@@ -34,7 +34,7 @@ from launch.scripts import (
 )
 from trainer.tracking import start_parent
 
-SCRIPT = "launch.sh"
+SCRIPT, SHARDS_SCRIPT = "launch.sh", "shards.sh"
 REACH_S = 10
 """Longest wait for a host's answer."""
 
@@ -57,10 +57,12 @@ def _on_slurm(config: Config, call: Call, arguments: argparse.Namespace, console
     folder = folder_of(config)
     if arguments.shards:
         script = shards_script(config, call, arguments.shards)
-        job = _print_or_submit(script, folder / "shards.sh", arguments.submit, console)
+        job = _print_or_submit(script, folder / SHARDS_SCRIPT, arguments.submit, console)
         if job is not None:
-            merge = _sbatch(merge_command(config, call, job))
-            console.print(f"merge      {merge}, when all parts are done")
+            place = str(folder / SHARDS_SCRIPT)
+            again = _sbatch(["sbatch", "--parsable", f"--dependency=afterok:{job}", place])
+            merge = _sbatch(merge_command(config, call, again))
+            console.print(f"then       {again}, which writes the shards; {merge}, which joins them")
         return EXIT_OK
     if problems := list(_slurm_problems(config)):
         raise ConfigError(problems)
@@ -86,7 +88,8 @@ def _on_slurm(config: Config, call: Call, arguments: argparse.Namespace, console
         compare.write_study(folder, config, runs)
         if (parent := start_parent(folder, config.tracking.mlflow)) is not None:
             extra = (f"tracking.mlflow.parent_run_id={parent}",)
-    elements = [Element(str(folder_of(r.config)), (*r.overrides, *extra)) for r in runs]
+    common = len(call.overrides)
+    elements = [Element(str(folder_of(r.config)), (*r.overrides[common:], *extra)) for r in runs]
     script = slurm_script(config, call, elements)
     if _print_or_submit(script, folder / SCRIPT, arguments.submit, console) is not None:
         then = f"report {folder}" if arguments.array == "seeds" else f"compare {call.config}"

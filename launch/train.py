@@ -128,6 +128,7 @@ def train(path: Path, overrides: Sequence[str], log: RankLog) -> int:
         with Liveness(pulses, world, timeout_s=mine.timeout_s) as liveness:
             train_watched(mine, world, stop, liveness)
     except Told:
+        log.close()
         raise
     except Preempted:
         if not has_launcher:

@@ -34,7 +34,7 @@ def obstacle() -> str | None:
     return f"no namespaces here: {done.stderr.strip()}" if done.returncode else None
 
 
-def wait_for(what: str, ready: Callable[[], object], timeout_s: float = 120) -> None:
+def wait_for(what: str, ready: Callable[[], object], timeout_s: float = 300) -> None:
     """Poll until something is so."""
     deadline = time.monotonic() + timeout_s
     while not ready():
@@ -66,7 +66,7 @@ class Cluster:
             env=self.environment | more,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
@@ -232,9 +232,11 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
-def start_sshd(cluster: Cluster) -> dict[str, str]:
-    """Let ssh in to every node, by a key; return the variable by which pdsh and we find it."""
+def start_sshd(cluster: Cluster) -> None:
+    """Let every node in to every other by ssh, with a key that their ssh's settings name."""
     folder = cluster.folder
+    if (folder / "ssh.conf").exists():  # it runs
+        return
     for name in ("host", "user"):
         key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / f"{name}.key")]
         subprocess.run(key, check=True, capture_output=True)
@@ -248,6 +250,8 @@ def start_sshd(cluster: Cluster) -> dict[str, str]:
     )
     Path("/run/sshd").mkdir(exist_ok=True)
     for node in cluster.names:
-        command = cluster.on(node, "/usr/sbin/sshd", "-f", str(folder / "sshd.conf"))
-        subprocess.run(command, check=True, capture_output=True)
-    return {"PDSH_SSH_ARGS_APPEND": f"-F {folder}/ssh.conf"}
+        for command in (
+            ["mount", "--bind", f"{folder}/ssh.conf", "/etc/ssh/ssh_config"],
+            ["/usr/sbin/sshd", "-f", f"{folder}/sshd.conf"],
+        ):
+            subprocess.run(cluster.on(node, *command), check=True, capture_output=True)

@@ -30,7 +30,6 @@ export GREETING=$'it\'s "a=b" [c] ${HOME}'
 export LINES=$'one\ntwo'
 set -u
 
-run=runs/chinese
 overrides=(
   launch.num_processes=8
   launch.slurm.gpus_per_node=8
@@ -48,6 +47,7 @@ overrides=(
   'launch.slurm.srun_options=[--cpu-bind=cores]'
   'launch.slurm.options=[--exclusive, --constraint=a100]'
 )
+run=runs/chinese
 job=$SLURM_JOB_ID
 restart=${SLURM_RESTART_COUNT:-0}
 

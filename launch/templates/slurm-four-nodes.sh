@@ -23,7 +23,6 @@
 cd -- /home/me/roformer || exit 1
 set -u
 
-run=runs/chinese
 overrides=(
   launch.num_processes=8
   launch.slurm.gpus_per_node=8
@@ -33,6 +32,7 @@ overrides=(
   launch.slurm.account=nlp
   launch.nodes=4
 )
+run=runs/chinese
 job=$SLURM_JOB_ID
 restart=${SLURM_RESTART_COUNT:-0}
 

@@ -24,20 +24,22 @@
 cd -- /home/me/roformer || exit 1
 set -u
 
+overrides=(
+  launch.num_processes=8
+  launch.slurm.gpus_per_node=8
+  launch.slurm.cpus_per_task=6
+  launch.slurm.time=24:00:00
+  launch.slurm.partition=gpu
+  launch.slurm.account=nlp
+  run.name=three
+  'compare.seeds=[1,2,3]'
+  launch.slurm.array_limit=2
+)
 # one element of the array, one run
 case $SLURM_ARRAY_TASK_ID in
   0)
     run=runs/three/rope-seed1
-    overrides=(
-      launch.num_processes=8
-      launch.slurm.gpus_per_node=8
-      launch.slurm.cpus_per_task=6
-      launch.slurm.time=24:00:00
-      launch.slurm.partition=gpu
-      launch.slurm.account=nlp
-      run.name=three
-      'compare.seeds=[1,2,3]'
-      launch.slurm.array_limit=2
+    overrides+=(
       run.dir=runs/three
       run.name=rope-seed1
       run.seed=1
@@ -45,16 +47,7 @@ case $SLURM_ARRAY_TASK_ID in
     ) ;;
   1)
     run=runs/three/rope-seed2
-    overrides=(
-      launch.num_processes=8
-      launch.slurm.gpus_per_node=8
-      launch.slurm.cpus_per_task=6
-      launch.slurm.time=24:00:00
-      launch.slurm.partition=gpu
-      launch.slurm.account=nlp
-      run.name=three
-      'compare.seeds=[1,2,3]'
-      launch.slurm.array_limit=2
+    overrides+=(
       run.dir=runs/three
       run.name=rope-seed2
       run.seed=2
@@ -62,16 +55,7 @@ case $SLURM_ARRAY_TASK_ID in
     ) ;;
   2)
     run=runs/three/rope-seed3
-    overrides=(
-      launch.num_processes=8
-      launch.slurm.gpus_per_node=8
-      launch.slurm.cpus_per_task=6
-      launch.slurm.time=24:00:00
-      launch.slurm.partition=gpu
-      launch.slurm.account=nlp
-      run.name=three
-      'compare.seeds=[1,2,3]'
-      launch.slurm.array_limit=2
+    overrides+=(
       run.dir=runs/three
       run.name=rope-seed3
       run.seed=3

@@ -1,11 +1,12 @@
 """The long form of what is proven on clusters: `make test-clusters`, minutes on two cores."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import ROOT, read_records
+from tests.integration.processes import ROOT, read_records, roformer
 from tests.integration.test_hosts import on_first_host
 from tests.integration.test_resume import assert_same_curve, run
 from tests.integration.test_slurm import by_step, log_of, submit_run, wait_for_steps
@@ -25,6 +26,7 @@ MLFLOW = "tracking.mlflow.uri=sqlite:///${run.dir}/mlflow.db"
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     with slurm_cluster(tmp_path_factory.mktemp("clusters") / "cluster", nodes=4) as running:
+        start_sshd(running)
         yield running
 
 
@@ -40,9 +42,33 @@ def nothing_runs(cluster) -> bool:
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (4, 1)])
 def test_nodes_and_ranks_have_the_curve_of_one_rank(cluster, submit, tiny_config, nodes, ranks):
     job, folder = submit(f"launch.nodes={nodes}", f"launch.num_processes={ranks}", *LONGER)
-    assert cluster.wait(job)["JobState"] == "COMPLETED", log_of(folder)
-    assert nothing_runs(cluster)
+    assert cluster.wait(job, timeout_s=900)["JobState"] == "COMPLETED", log_of(folder)
+    wait_for("the nodes' last process", lambda: nothing_runs(cluster), 60)
     assert_same_curve(by_step(folder), run(tiny_config, "one", 1, *LONGER))
+
+
+def test_srun_alone_starts_ranks_by_node_and_by_task(cluster, tiny_config, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    out = cluster.run(
+        *("srun", "--nodes=2", "--ntasks=4", sys.executable, "-m", "launch.train", tiny_config),
+        *("curriculum.stages.0.steps=1",),
+    )
+    assert "(2 rows x 1 accumulated x 4 ranks)" in out
+    assert (tiny_config.parent / "runs" / "tiny" / "done").exists()
+
+
+def test_doctor_asks_all_hosts_and_names_the_one_out_of_reach(cluster, tiny_config, tmp_path):
+    hosts = tmp_path / "hosts"
+    doctor = [sys.executable, "-m", "launch.cli", "doctor", tiny_config, "--hostfile", hosts]
+    hosts.write_text("n1 slots=1\nn2 slots=1\n")
+    code, out = on_first_host(cluster, *doctor)
+    assert code == 0, out
+    for expected in ("n1", "n2", "eth0", "all-reduce", " ms", "the run would start"):
+        assert expected in out
+    hosts.write_text("n1 slots=1\nn9 slots=1\n")
+    code, out = on_first_host(cluster, *doctor)
+    assert code == 2, out
+    assert "would fail: n9: " in out
 
 
 def test_a_real_time_limit_cuts_a_run_into_slices_of_one_curve(cluster, submit, tiny_config):
@@ -64,14 +90,14 @@ def test_a_real_time_limit_cuts_a_run_into_slices_of_one_curve(cluster, submit, 
 
 
 def test_a_job_preempted_by_a_higher_partition_saves_and_comes_back(cluster, submit):
-    job, folder = submit("launch.nodes=4", "curriculum.stages.0.steps=400")
+    job, folder = submit("launch.nodes=4", "curriculum.stages.0.steps=150")
     wait_for_steps(cluster, job, folder, 3)
     cluster.run("srun", "--partition=high", "--nodes=4", "--exclusive", "sleep", "1")
-    ended = cluster.wait(job)
+    ended = cluster.wait(job, timeout_s=900)
     assert ended["JobState"] == "COMPLETED", log_of(folder)
     assert ended["Restarts"] == "1"
     steps = [record["step"] for record in read_records(folder)]
-    assert steps == list(range(1, 408))
+    assert steps == list(range(1, 158))
 
 
 def test_a_node_that_loses_power_costs_what_was_not_saved(cluster, submit, tiny_config):
@@ -81,17 +107,17 @@ def test_a_node_that_loses_power_costs_what_was_not_saved(cluster, submit, tiny_
     cluster.crash(lost)
     wait_for("the requeue", lambda: cluster.job(job)["JobState"] != "RUNNING", 120)
     cluster.boot(lost)
-    ended = cluster.wait(job)
+    ended = cluster.wait(job, timeout_s=900)
     assert ended["JobState"] == "COMPLETED", log_of(folder)
     assert int(ended["Restarts"]) >= 1
     assert_same_curve(by_step(folder), run(tiny_config, "one", 1, *LONGER))
-    assert nothing_runs(cluster)
+    wait_for("the nodes' last process", lambda: nothing_runs(cluster), 60)
 
 
 def test_an_array_of_two_seeds_is_a_study(cluster, submit):
     seeds = ("compare.seeds=[1,2]", "run.name=seeds", MLFLOW)
     job, folder = submit("--array", "seeds", *seeds)
-    wait_for("both seeds", lambda: len(list(folder.glob("*/done"))) == 2, 240)
+    wait_for("both seeds", lambda: len(list(folder.glob("*/done"))) == 2, 900)
     assert sorted(path.name for path in folder.glob("*-seed*")) == ["rope-seed1", "rope-seed2"]
     one, two = (by_step(folder / f"rope-seed{n}") for n in (1, 2))
     assert one[1]["data/hash"] != two[1]["data/hash"]
@@ -102,30 +128,50 @@ def test_an_array_of_two_seeds_is_a_study(cluster, submit):
 @pytest.mark.parametrize(
     ("overrides", "code"), [(["data.eval=nowhere"], "2:0"), (["optimizer.lr=1e30"], "1:0")]
 )
-def test_a_failing_job_ends_with_its_code_and_is_not_requeued(cluster, submit, overrides, code):
-    job, folder = submit("launch.nodes=2", "optimizer.clip_norm=0")
-    script = (folder / "launch.sh").read_text()
-    cluster.run("scancel", job)
-    cluster.wait(job)
+def test_a_failing_job_ends_with_its_code_and_is_not_requeued(
+    cluster, submit, tiny_config, overrides, code
+):
+    folder = tiny_config.parent / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    words = ["launch", tiny_config, "--slurm", "launch.nodes=2", "optimizer.clip_norm=0"]
+    script = roformer(*words).stdout
     broken = folder / "broken.sh"
     broken.write_text(script.replace("overrides=(", f"overrides=({' '.join(overrides)} "))
     (job,) = cluster.run("sbatch", "--parsable", broken).split()
-    ended = cluster.wait(job)
+    ended = cluster.wait(job, timeout_s=900)
     assert ended["JobState"] == "FAILED", log_of(folder)
     assert ended["Restarts"] == "0"
     assert ended["ExitCode"] == code or "143" in ended["ExitCode"], log_of(folder)
-    assert nothing_runs(cluster)
+    wait_for("the nodes' last process", lambda: nothing_runs(cluster), 60)
 
 
-def test_two_hosts_of_deepspeed_itself_and_without_ssh(cluster, tiny_config, tmp_path):
-    hosts = tmp_path / "hosts"
-    hosts.write_text("n1 slots=1\nn2 slots=1\n")
-    ssh = start_sshd(cluster)
+@pytest.fixture
+def hostfile(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("n1 slots=1\nn2 slots=1\n")
+    return path
+
+
+def test_deepspeeds_own_hostfile_start_over_ssh(cluster, tiny_config, hostfile):
     deepspeed = Path(sys.executable).parent / "deepspeed"
-    words = [deepspeed, "--hostfile", hosts, "--module", "launch.train", tiny_config]
-    (ROOT / ".deepspeed_env").unlink(missing_ok=True)
-    code, out = on_first_host(cluster, *words, "run.name=ssh", **ssh)
+    words = [deepspeed, "--hostfile", hostfile, "--module", "launch.train", tiny_config]
+    code, out = on_first_host(cluster, *words)
     assert code == 0, out
-    (tmp_path / "runs").mkdir(exist_ok=True)
-    runs = tiny_config.parent / "runs"
-    assert (runs / "ssh" / "done").exists(), out
+    run_folder = tiny_config.parent / "runs" / "tiny"
+    assert (run_folder / "done").exists(), out
+    assert "rank 1 on n2" in (run_folder / "logs" / "rank-00001.log").read_text()
+
+
+def test_the_same_script_started_on_each_host_needs_no_ssh(cluster, tiny_config, hostfile):
+    command = [sys.executable, "-m", "launch.cli", "launch", tiny_config, "--hostfile", hostfile]
+    code, text = on_first_host(cluster, *command)
+    assert code == 0, text
+    script = hostfile.with_name("job.sh")
+    script.write_text(text)
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    second = cluster.on("n2", "bash", str(script), "1")
+    with subprocess.Popen(second, env=environment, stdout=subprocess.DEVNULL) as other:
+        code, out = on_first_host(cluster, "bash", script, "0")
+        assert code == 0, out
+        assert other.wait(60) == 0
+    assert (tiny_config.parent / "runs" / "tiny" / "done").exists(), out

@@ -65,7 +65,7 @@ def test_study_pairs_its_arms(study):
 
 def test_study_ends_with_table_report_and_the_way_to_mlflow(study):
     runs, _, output = study
-    for text in ("rope", "learned", "held-out", str(runs / "study" / "report.html"), "mlflow"):
+    for text in ("rope", "learned", "held-out", str(runs / "study" / "report.html"), "dashboard"):
         assert text in output
     page = (runs / "study" / "report.html").read_text()
     assert "<svg" in page

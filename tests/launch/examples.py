@@ -42,7 +42,8 @@ def _seeds() -> str:
     overrides = (*NODE, "run.name=three", "compare.seeds=[1,2,3]", "launch.slurm.array_limit=2")
     config = load(ROOT / CONFIG, (*overrides, "compare.arms={rope: [], learned: []}"))
     runs = [r for r in plan_runs(config, ROOT / CONFIG, overrides) if r.arm == "rope"]
-    elements = [Element(str(folder_of(run.config)), run.overrides) for run in runs]
+    own = [run.overrides[len(overrides) :] for run in runs]
+    elements = [Element(str(folder_of(r.config)), o) for r, o in zip(runs, own, strict=True)]
     return slurm_script(config, _call(*overrides), elements)
 
 

@@ -1,10 +1,13 @@
+import re
 import socket
 
 import pytest
 
+from configs.loader import load
 from launch.cli import main
 from launch.doctor import Answer, judge
-from launch.probe import port_problems, stale_locks
+from launch.preflight import prepare
+from launch.probe import port_problems, room_problems, stale_locks
 
 FACTS = {
     "versions": {"python": "3.11.9", "torch": "2.13.0", "deepspeed": "0.19.8", "git": "abc"},
@@ -67,6 +70,17 @@ def test_a_port_in_use_is_told():
     assert port_problems(port) == []
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"), [({"memory": 2**29}, "memory: a rank takes"), ({"disk": 1}, "disk: 9 ")]
+)
+def test_too_little_memory_or_disk_is_told(tiny_config, change, problem):
+    prepared = prepare(load(tiny_config), 2)
+    room = {"gpus": [], "memory": 2**40, "disk": 2**40}
+    assert list(room_problems(prepared, 2, 2, room)) == []
+    (found,) = room_problems(prepared, 2, 2, room | change)
+    assert found.startswith(problem)
+
+
 def test_locks_of_builds_are_found(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert stale_locks() == []
@@ -77,11 +91,12 @@ def test_locks_of_builds_are_found(tmp_path, monkeypatch):
 
 
 def test_this_host_is_asked_and_what_would_fail_ends_in_2(tiny_config, capfd):
-    words = ["data.train=nowhere", "run.name=probed"]
+    words = ["data.train=nowhere", "run.name=probed", "launch.num_processes=2"]
     assert main(["doctor", str(tiny_config), *words]) == 2
     out = capfd.readouterr().out
     assert f"would fail: {socket.gethostname()}: " in out
     assert "nowhere" in out
     assert "free /dev/shm" in out
+    assert re.search(r"all-reduce, 16 MiB +│ +\d+\.\d ms", out)
     assert not (tiny_config.parent / "runs" / "probed").exists()
     assert not list((tiny_config.parent / "runs").iterdir())

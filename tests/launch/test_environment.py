@@ -161,6 +161,16 @@ def test_the_number_that_was_meant_starts(size, launch, environment):
     check_ranks(size, launch, environment)
 
 
+def test_a_hostfile_in_the_config_says_how_many_ranks_were_meant(tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("n1 slots=2\nn2 slots=2\n")
+    launch = LaunchConfig(hostfile=str(hosts))
+    check_ranks(4, launch, {})
+    check_ranks(1, launch, {"ROFORMER_RANKS": "1"})  # `roformer train`, on this machine
+    with pytest.raises(ValueError, match=r"^1 rank started, and 4 were meant"):
+        check_ranks(1, launch, {})  # deepspeed, without its list
+
+
 def test_what_is_no_number_is_refused():
     with pytest.raises(ValueError, match="ROFORMER_RANKS='many'"):
         expected_ranks(ALONE, {"ROFORMER_RANKS": "many"})

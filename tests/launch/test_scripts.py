@@ -98,7 +98,7 @@ def slice_of(tiny_config, tmp_path):
     def make(*overrides: str, arrays: bool = False) -> Slice:
         words = ("run.dir=runs", "launch.nodes=2", *overrides)
         call = Call(tiny_config, words, tmp_path)
-        elements = [Element(f"runs/s{n}", ("run.dir=runs", f"run.name=s{n}")) for n in range(2)]
+        elements = [Element(f"runs/s{n}", (f"run.name=s{n}",)) for n in range(2)]
         return Slice(
             tmp_path, slurm_script(load(tiny_config, words), call, elements if arrays else ())
         )
@@ -185,7 +185,7 @@ def test_elements_of_an_array_have_runs_of_their_own(slice_of, tmp_path):
     array = {"SLURM_ARRAY_JOB_ID": "1233", "SLURM_ARRAY_TASK_ID": "1"}
     srun = 'echo "$*" >arguments; touch runs/s1/requeue'
     assert job.start(f"mkdir -p runs/s1/checkpoints/step-00000001; {srun}", **array)[0] == 1
-    assert "run.name=s1" in (tmp_path / "arguments").read_text()
+    assert "run.dir=runs launch.nodes=2 run.name=s1" in (tmp_path / "arguments").read_text()
     saved = "touch runs/s1/checkpoints/step-00000001/MANIFEST.json"
     assert job.start(f"{saved}; {srun}", **array)[0] == 0
     assert job.requeued == "requeue 1233_1\n"  # and not all elements
@@ -248,3 +248,42 @@ def test_slurms_forms_of_time(tiny_config, text, seconds):
 def test_other_forms_of_time_are_refused(tiny_config, text):
     with pytest.raises(ConfigError, match=r"launch\.slurm\.time"):
         load(tiny_config, [f"launch.slurm.time={text}"])
+
+
+@pytest.mark.parametrize(
+    ("array", "names"),
+    [
+        ("seeds", ["rope-seed1", "rope-seed2"]),
+        ("arms", ["rope-seed1", "learned-seed1", "rope-seed2", "learned-seed2"]),
+    ],
+)
+def test_an_array_has_an_element_a_run(tiny_config, capsys, array, names):
+    assert (
+        main(["launch", str(tiny_config), "--slurm", "--array", array, "compare.seeds=[1,2]"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert f"#SBATCH --array=0-{len(names) - 1}\n" in out
+    for number, name in enumerate(names):
+        start = out.index(f"  {number})\n")
+        assert f"run.name={name}\n" in out[start : out.index(";;", start)]
+    assert not (tiny_config.parent / "runs").exists()
+
+
+def test_shards_are_an_array_and_a_job_that_joins_it(tiny_config, capsys):
+    assert main(["launch", str(tiny_config), "--slurm", "--shards", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "#SBATCH --array=0-3\n" in out
+    assert '--part "$SLURM_ARRAY_TASK_ID/4"\n' in out
+    assert "--merge'\n" in out
+
+
+def test_a_hostfile_makes_a_script_for_ssh_and_for_each_host(tiny_config, tmp_path, capsys):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\n")
+    words = ["launch", str(tiny_config), "--hostfile", str(hosts), "--exclude", "n3", "run.seed=3"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "pdsh -S -f 2 -w n1,n2 " in out
+    assert f"--hostfile {hosts} --exclude n3 --no_ssh --node_rank" in out
+    assert "export ROFORMER_RANKS=4 " in out
+    assert out.endswith(f"--module launch.train {tiny_config} run.seed=3\n")
