@@ -10,12 +10,6 @@ one run (Zen 4, one thread, 12 or 4 heads of 64, fp32 and bf16): at a mean of 4 
 to 0.74 of the time, at 8 tokens 0.5 to 0.9, at 16 tokens 0.73 to 0.95, from 32 tokens on 0.9 to
 1.05. Blocks of 256 or 512 tokens took up to 3.4 times as long.
 
-In bf16 torch's fused kernel is no faster than in fp32 on a CPU, so pieces up to 512 tokens are two
-products and a softmax (fp32) there: 0.43 to 0.66 of its time from 64 to 512 tokens, forward and
-backward (in fp32 1.0 to 1.2, so not there). Scores are rounded to bf16, which is what transformers'
-eager attention does: 2.5e-3 to 1e-2 of relative error for scores with a deviation of 0.25 to 4,
-where the fused kernel has 2e-3.
-
 Shapes: T tokens, H heads, D head size, B pieces of L tokens.
 """
 
@@ -31,11 +25,6 @@ from model.pack import Pack
 
 LARGEST_HEAD = 256
 """Of the flash kernels; they also want multiples of 8."""
-
-LONGEST_PRODUCT = 512
-"""Longest piece whose weights a CPU computes whole, in bf16."""
-CACHED = 128
-"""Tokens at a time: more of them leave the cache."""
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Pack, bool, float], Tensor]
 
@@ -73,40 +62,16 @@ def by_pieces(
     out = []
     for (shape, mask), *qkv in parts:
         q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in qkv)  # [B, H, L, D]
-        if causal and mask is not None:
-            mask = mask.tril()
-        if q.dtype == torch.bfloat16 and q.device.type == "cpu" and shape[1] <= LONGEST_PRODUCT:
-            context_BHLD = by_products(q, k, v, mask, causal=causal, dropout=dropout)
-        else:
-            context_BHLD = F.scaled_dot_product_attention(
-                q, k, v, mask, dropout, is_causal=causal and mask is None
-            )
+        context_BHLD = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask.tril() if causal and mask is not None else mask,
+            dropout_p=dropout,
+            is_causal=causal and mask is None,
+        )
         out.append(context_BHLD.transpose(1, 2).flatten(0, 1))
     return torch.cat(out) if out else v_THD
-
-
-def by_products(
-    q_BHLD: Tensor,
-    k_BHLD: Tensor,
-    v_BHLD: Tensor,
-    mask_LL: Tensor | None,
-    *,
-    causal: bool,
-    dropout: float,
-) -> Tensor:
-    """Attend by two matrix products and a softmax in fp32, a few pieces at a time."""
-    length = q_BHLD.shape[2]
-    if causal and mask_LL is None:
-        mask_LL = torch.ones(length, length, dtype=torch.bool, device=q_BHLD.device).tril()
-    out = []
-    parts = (x.split(max(1, CACHED // length)) for x in (q_BHLD * q_BHLD.shape[3] ** -0.5, k_BHLD))
-    for q, k, v in zip(*parts, v_BHLD.split(max(1, CACHED // length)), strict=True):
-        scores_BHLL = q @ k.mT
-        if mask_LL is not None:
-            scores_BHLL = scores_BHLL.masked_fill(~mask_LL, -torch.inf)
-        weights_BHLL = scores_BHLL.softmax(-1, dtype=torch.float32).to(v.dtype)
-        out.append(F.dropout(weights_BHLL, dropout) @ v)
-    return torch.cat(out)
 
 
 def torch_varlen(
