@@ -5,7 +5,7 @@ import os
 import pickle
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from trainer.distributed import free_port
@@ -29,15 +29,27 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: f
         pipes.append(receiver)
         processes.append(process)
     try:
-        results = []
-        for rank, receiver in enumerate(pipes):
-            if not receiver.poll(timeout_s):
-                raise TimeoutError(f"rank {rank} of {world} gave no answer in {timeout_s} s")
-            kind, value = pickle.loads(receiver.recv_bytes())
-            if kind == "error":
-                raise AssertionError(f"rank {rank} of {world} failed:\n{value}")
-            results.append(value)
-        return results
+        answers: dict[int, tuple[str, Any]] = {}
+        patience_s = timeout_s
+        while len(answers) < world:
+            waiting = {pipes[rank]: rank for rank in range(world) if rank not in answers}
+            ready = wait(list(waiting), patience_s)
+            for receiver in ready:
+                try:
+                    answers[waiting[receiver]] = pickle.loads(receiver.recv_bytes())
+                except EOFError:
+                    answers[waiting[receiver]] = ("error", "it ended without an answer")
+            if not ready:
+                break
+            if any(kind == "error" for kind, _ in answers.values()):
+                patience_s = 10.0  # for what the others say: the first to fail is seldom the cause
+        failed = [
+            f"rank {rank}:\n{text}" for rank, (kind, text) in answers.items() if kind == "error"
+        ]
+        assert not failed, f"of {world} ranks failed\n" + "\n".join(failed)
+        if len(answers) < world:
+            raise TimeoutError(f"{world - len(answers)} of {world} ranks gave no answer in time")
+        return [answers[rank][1] for rank in range(world)]
     finally:
         for process in processes:
             process.join(20)

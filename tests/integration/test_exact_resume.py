@@ -70,7 +70,7 @@ def train_all(config: Path) -> None:
     from trainer.engine import init_distributed
 
     world = world_from_environment()
-    init_distributed(world, timeout_s=60)
+    init_distributed(world, timeout_s=240)
     for name, (stops, _) in RUNS.items():
         for stop_after in (*stops, None):
             train_until(config, name, stop_after, world)
@@ -110,7 +110,7 @@ def train_until(config: Path, name: str, stop_after: int | None, world) -> None:
 
 @pytest.fixture(scope="module")
 def records(config) -> dict[str, list[dict]]:
-    run_ranks(2, train_all, config)
+    run_ranks(2, train_all, config, timeout_s=600)
     folder = Path(load(config).run.dir)
     return {name: read_records(folder / name) for name in RUNS}
 

@@ -55,6 +55,7 @@ def launch(config: Path, hostfile: Path, *arguments: str) -> list[str | Path]:
     return [*command, *arguments]
 
 
+@pytest.mark.long
 def test_two_hosts_over_ssh_have_the_curve_of_one_rank(cluster, tiny_config, hostfile):
     setting = 'launch.environment.GREETING=it\'s "a,b" = [c]'
     command = launch(tiny_config, hostfile, "--submit", "run.name=two", setting)
