@@ -27,6 +27,9 @@ the end of epoch 1 and inside epoch 2."""
 STEPS = 16
 
 
+pytestmark = pytest.mark.xdist_group("exact")  # its runs are trained once
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("exact")
