@@ -109,6 +109,7 @@ def train_until(config: Path, name: str, stop_after: int | None, world) -> None:
         assert stop_after is None
     except Preempted:
         assert trainer.state.step == stop_after
+    barrier()  # until the first of us has let the folder's lock go
 
 
 @pytest.fixture(scope="module")
