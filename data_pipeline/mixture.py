@@ -37,6 +37,15 @@ class Mixture:
         hashes = [source.sha256 for source in self.sources]
         return hashes[0] if len(hashes) == 1 else sha256(json.dumps(hashes).encode()).hexdigest()
 
+    @property
+    def shares_by_name(self) -> dict[str, float]:
+        """Each source's part of all rows; they add up to 1."""
+        total = sum(self.weights)
+        return {
+            name: round(weight / total, 9)
+            for name, weight in zip(self.names, self.weights, strict=True)
+        }
+
     def weighed(self, weights: Mapping[str, float] | None) -> "Mixture":
         """Return the same sources with a stage's weights; those it does not name get none."""
         if weights is None:

@@ -48,7 +48,9 @@ class Prepared:
 
 def fingerprints(tokenizer: Tokenizer, train: Mixture, held_out: Shards | None) -> dict[str, Any]:
     """Return the hashes by which a run knows that it goes on with the same data."""
-    data = {"train": train.sha256, "eval": held_out and held_out.sha256}
+    data: dict[str, Any] = {"train": train.sha256, "eval": held_out and held_out.sha256}
+    if len(train.sources) > 1:
+        data["shares"] = train.shares_by_name
     return {"tokenizer": tokenizer.sha256, "data": data}
 
 

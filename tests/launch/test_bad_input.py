@@ -218,6 +218,30 @@ def test_a_name_that_is_another_run(tiny_config, tiny_shards, tmp_path, capsys):
     assert tree(tmp_path) == before
 
 
+def test_other_weights_of_the_same_sources_are_another_run(tiny_config, tiny_shards, capsys):
+    from configs.loader import load
+    from launch.preflight import fingerprints, prepare
+    from launch.run_folder import open_folder
+
+    def weighed(*weights: float) -> str:
+        shards = tiny_shards / "train"
+        pairs = zip("ab", weights, strict=True)
+        sources = (f"{{name: {name}, shards: {shards}, weight: {w}}}" for name, w in pairs)
+        return f"data.train=[{', '.join(sources)}]"
+
+    def begin(*overrides: str) -> None:
+        prepared = prepare(load(tiny_config, overrides), 1)
+        facts = fingerprints(prepared.tokenizer, prepared.train, prepared.eval)
+        open_folder(prepared.config, facts)
+
+    begin(weighed(1, 3))
+    begin(weighed(2, 6))  # the same shares
+    (line,) = problems(capsys, "train", tiny_config, weighed(1, 2))
+    assert "'shares': {'a': 0.25, 'b': 0.75}" in line
+    assert "checkpoint.allow_changes=[data]" in line
+    begin(weighed(1, 2), "checkpoint.allow_changes=[data]")
+
+
 def test_a_run_that_is_being_trained_is_left_alone(tiny_config, tmp_path, capsys):
     from launch.run_folder import lock_folder
 
