@@ -94,7 +94,7 @@ def prepare(config: Config, world: int, *, new_run: bool = True, here: bool = Tr
     factors = [attempt(_factors, stage, config, world) for stage in stages]
     if here and config.engine.precision == "fp16" and not torch.cuda.is_available():
         problems.append("engine.precision: fp16 needs a GPU; take bf16 or fp32 on a CPU")
-    if config.engine.compile and not (torch.cuda.is_available() or _compiler()):
+    if here and config.engine.compile and not (torch.cuda.is_available() or _compiler()):
         problems.append(
             "engine.compile: torch.compile needs a C++ compiler on a CPU, and there is no g++; "
             "install one (or name yours in CXX), or set it to false"

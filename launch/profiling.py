@@ -18,11 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from configs.loader import load
 from configs.schema import Config
+from launch.assembly import DTYPES, build_trainer
 from launch.errors import EXIT_OK, Failed, exit_code
 from launch.preflight import local_processes, prepare
 from launch.run_folder import unwritable
 from launch.spawn import rank_command, rank_environment
-from launch.train import DTYPES, build_trainer
 from trainer.curriculum import Stage
 from trainer.distributed import share_cores, world_from_environment
 from trainer.engine import init_distributed

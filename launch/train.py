@@ -1,4 +1,4 @@
-"""One rank of a training run, and the composition root: where a run is put together.
+"""One rank of a training run: it meets the others, agrees with them, trains, says how it ended.
 
     deepspeed --module launch.train CONFIG.yaml [key=value ...]
     torchrun -m launch.train CONFIG.yaml [key=value ...]
@@ -18,9 +18,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -30,49 +28,18 @@ from rich.console import Console
 from configs.loader import ConfigError
 from configs.schema import Config
 from launch.agreement import Attempt, agree, attempt
+from launch.assembly import build_trainer
 from launch.environment import adopt, check_ranks
 from launch.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, Failed, Told, exit_code
-from launch.preflight import Prepared, fingerprints
 from launch.rank_log import RankLog
-from launch.resume import find_checkpoint, load_weights, order_of
-from launch.run_folder import (
-    CHECKPOINTS,
-    DONE,
-    PARENT,
-    PULSES,
-    REQUEUE,
-    STARTED,
-    STOP,
-    changes,
-    folder_of,
-    lock_folder,
-    open_folder,
-    write_text,
-)
-from model.flops import training_flops
-from model.heads import LanguageModel
-from model.initialize import initialize
-from model.linear_attention import redraw
-from trainer.bad_steps import BadSteps, Diverged
+from launch.recording import recording
+from launch.run_folder import PARENT, PULSES, STARTED, STOP, folder_of
+from trainer.bad_steps import Diverged
 from trainer.checkpoint import SaveFailed
-from trainer.distributed import (
-    World,
-    in_world,
-    share_cores,
-    world_from_environment,
-)
-from trainer.engine import Engine, init_distributed
+from trainer.distributed import World, in_world, share_cores, world_from_environment
+from trainer.engine import init_distributed
 from trainer.liveness import Liveness, tell, tell_of_error
-from trainer.loop import Data, Settings, Trainer
-from trainer.metrics import MetricsFile, Recorder, measure_matmul_peak, sources_read
-from trainer.objectives import build_objective
 from trainer.preemption import Preempted, StopRequest
-from trainer.progress import Progress
-from trainer.saving import Saver
-from trainer.state import TrainState
-from trainer.tracking import Status, Tracker
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -167,144 +134,6 @@ def stop_request(config: Config) -> StopRequest:
         deadline=deadline,
         grace_s=grace_s,
     )
-
-
-def build_trainer(
-    prepared: Prepared,
-    world: World,
-    stop: StopRequest,
-    metrics: MetricsFile | None,
-    console: Console | None,
-    pulse: Callable[[str], None] = lambda phase: None,
-) -> Trainer:
-    """Put a run together from its config, going on from its checkpoint if there is one."""
-    config, tokenizer = prepared.config, prepared.tokenizer
-    objective = partial(build_objective, config.objective, tokenizer, config.run.seed)
-    causal = objective(config.objective.mask_rate).causal
-    root = folder_of(config) / CHECKPOINTS
-    saved, order = find_checkpoint(config), order_of(prepared)
-    model = LanguageModel(
-        config.model,
-        vocab_size=tokenizer.vocab_size,
-        causal=causal,
-        checkpoint_layers=config.engine.activation_checkpointing,
-        compile_layers=config.engine.compile,
-        max_targets=max(1, config.engine.logits_mib * 2**20 // (4 * tokenizer.vocab_size)),
-    )
-    if saved is None:
-        initialize(model, config.run.seed)
-    else:
-        load_weights(model, saved)
-    engine = Engine(
-        model,
-        engine=config.engine,
-        optimizer=config.optimizer,
-        world=world,
-        max_accumulation=max(factors.accumulation for factors in prepared.factors),
-    )
-    if saved is not None:
-        engine.restore_state(saved.tensors, saved.optimizer_steps)
-        engine.restore_loss_scale(saved.loss_scale)
-    progress = Progress(config.run.name, prepared.stages[-1].last_step, console=console)
-    progress.say(f"goes on from {saved.folder}" if saved else "starts afresh: no checkpoint yet")
-    state = saved.state if saved else TrainState()
-    if saved and saved.order != order:
-        progress.say("other data, lanes or seed than the checkpoint's: reads them from the start")
-        state.cursors.clear()
-    return Trainer(
-        settings=Settings(
-            seed=config.run.seed,
-            batch_hash=config.run.batch_hash,
-            schedule=config.schedule,
-            engine=config.engine,
-            evaluation=config.evaluation,
-        ),
-        stages=prepared.stages,
-        data=Data(
-            train=prepared.train,
-            eval=prepared.eval,
-            lanes=config.data.lanes,
-            workers=config.data.workers,
-            objective=objective,
-            eval_objective=objective(config.objective.mask_rate),
-        ),
-        engine=engine,
-        world=world,
-        state=state,
-        saver=Saver(
-            root,
-            engine,
-            world,
-            config.checkpoint,
-            order=order,
-            saved_step=state.step,
-            pulse=pulse,
-        ),
-        bad_steps=BadSteps(
-            folder_of(config) / "bad_steps.jsonl",
-            prepared.train,
-            seed=config.run.seed,
-            lanes=config.data.lanes,
-            max_in_a_row=config.trainer.max_bad_steps,
-            world=world,
-        ),
-        recorder=Recorder(
-            metrics,
-            every_steps=config.tracking.every_steps,
-            device=engine.device,
-            flops=partial(training_flops, config.model, tokenizer.vocab_size, causal=causal),
-            peak_flops=measure_matmul_peak(engine.device, DTYPES[config.engine.precision]),
-            sources=partial(sources_read, prepared.train, config.run.seed, config.data.lanes),
-        ),
-        progress=progress,
-        stop=stop,
-        redraw=partial(redraw, model, config.run.seed),
-        pulse=pulse,
-    )
-
-
-@contextmanager
-def recording(
-    prepared: Prepared, world: World, console: Console | None
-) -> Iterator[MetricsFile | None]:
-    """Keep a run's folder while it trains: metrics, tracking, and the marker of how it ended.
-
-    The first rank does this; the others get None.
-    """
-    if not world.is_first:
-        yield None
-        return
-    config = prepared.config
-    facts = fingerprints(prepared.tokenizer, prepared.train, prepared.eval)
-    if console is not None:
-        for change in changes(config, facts):
-            console.print(
-                f"{config.run.name}  changed since the last start: {change}",
-                highlight=False,
-                markup=False,
-            )
-    place = {"hosts": list(prepared.hosts), "slurm_job": os.environ.get("SLURM_JOB_ID")}
-    folder = open_folder(config, {**facts, "world": world.size, **place})
-    lock = lock_folder(folder)
-    tracker = Tracker(folder, config.tracking.mlflow)
-    tracker.start()
-    status: Status = "FAILED"
-    try:
-        with lock, MetricsFile(folder / "metrics.jsonl") as metrics:
-            yield metrics
-        write_text(folder / DONE, "")
-        (folder / STOP).unlink(missing_ok=True)  # it came too late
-        status = "FINISHED"
-    except Preempted:
-        write_text(folder / REQUEUE, "")
-        (folder / STOP).unlink(missing_ok=True)
-        status = "KILLED"
-        raise
-    finally:
-        # a scheduler's patience, or that of ranks which have failed, is shorter than a new store's
-        timeout_s = None if status == "FINISHED" else 10.0
-        if (missed := tracker.close(status, timeout_s)) is not None and console is not None:
-            console.print(missed, style="yellow", highlight=False, markup=False)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from data_pipeline.seeding import generator
 from data_pipeline.shards import write_shards
 from data_pipeline.specials import NUM_SPECIALS
 from data_pipeline.tokenizers import BytesTokenizer
+from launch.assembly import build_trainer
 from launch.preflight import Prepared
 from launch.run_folder import STOP
-from launch.train import build_trainer
 from model.config import ModelConfig
 from trainer.curriculum import Factors, build_stages
 from trainer.distributed import world_from_environment

@@ -81,9 +81,10 @@ def train_all(config: Path) -> None:
 
 def train_until(config: Path, name: str, stop_after: int | None, world) -> None:
     """Start or go on, and be asked to stop in a step (None: never)."""
+    from launch.assembly import build_trainer
     from launch.preflight import prepare
+    from launch.recording import recording
     from launch.run_folder import STOP, folder_of
-    from launch.train import build_trainer, recording
     from trainer.distributed import barrier
     from trainer.preemption import Preempted, StopRequest
 

@@ -19,9 +19,10 @@ TOTAL_STEPS = 12  # of tests.conftest.TINY: stages end at 5, 9 and 12
 
 def train_until(config: Path, overrides: list[str], stop_after: int, forget_cursors: bool) -> None:
     """Be a rank of a run that is asked to stop after a step (0: never)."""
+    from launch.assembly import build_trainer
     from launch.preflight import prepare
+    from launch.recording import recording
     from launch.run_folder import STOP, folder_of
-    from launch.train import build_trainer, recording
     from trainer.distributed import world_from_environment
     from trainer.engine import init_distributed
     from trainer.preemption import Preempted, StopRequest
