@@ -1,12 +1,21 @@
 import json
 import math
 import resource
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from trainer.curriculum import Factors, Stage
-from trainer.metrics import MetricsFile, Recorder, StepResult, hash_rows, measure_matmul_peak
+from trainer.metrics import (
+    MetricsFile,
+    Recorder,
+    StepResult,
+    hash_rows,
+    measure_matmul_peak,
+    peak_memory_gib,
+)
 from trainer.state import TrainState
 
 STAGE = Stage("a", seq_len=16, global_batch=4, first_step=0, last_step=10, lr=1e-3, mask_rate=0.15)
@@ -149,3 +158,12 @@ def test_an_evaluation_that_was_cut_off_is_added_to_the_last_record(tmp_path):
         assert not records.lacks_evaluation(3)
     last = json.loads(path.read_text().splitlines()[-1])
     assert (last["step"], last["train/loss"], last["eval/loss"]) == (3, 1.5, 2.5)
+
+
+def test_peak_memory_is_this_processs_and_not_that_of_the_one_that_started_it():
+    block = bytearray(2**30)
+    block[::4096] = b"1" * (2**30 // 4096)
+    assert peak_memory_gib(torch.device("cpu")) > 1
+    code = "import torch, trainer.metrics as m; print(m.peak_memory_gib(torch.device('cpu')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.1 < float(done.stdout) < 0.9
