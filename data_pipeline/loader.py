@@ -12,6 +12,7 @@ A process hands over BLOCK_ROWS of its rows at a time, since each hand-over has 
 """
 
 import atexit
+import gc
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -128,10 +129,14 @@ class TrainStream(Iterator[Example]):
         )
         # Held back until a loader process ignores them, or one sent at its start would end it.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+        # A loader process must not finalise what is this one's: an old engine or a process group
+        # may wait there for a thread that a fork does not take along. Nor copy it, to look at it.
+        gc.freeze()
         try:
             self._loading = iter(loader)
             self._examples = _in_turn(self._loading, workers)
         finally:
+            gc.unfreeze()
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
         # At exit multiprocessing waits for processes that, by SIGTERM alone, would never end.
         atexit.register(self.close)

@@ -1,5 +1,6 @@
 """The order of samples does not depend on ranks, loader processes, micro-batches or stops."""
 
+import gc
 import os
 import shutil
 import signal
@@ -373,6 +374,34 @@ def test_opening_a_stream_leaves_the_models_random_numbers_alone(
     next(stream)
     stream.close()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Garbage:
+    """Unreachable but for the collector, as an old engine is; tells which process finalises it."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._itself = self
+
+    def __del__(self) -> None:
+        with self._file.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+def test_loader_processes_leave_the_trainers_garbage_to_it(
+    index: ShardIndex, transform: Callable[[Row], Example], tmp_path: Path
+) -> None:
+    def collect(row: Row) -> Example:
+        gc.collect()
+        return transform(row)
+
+    gc.collect()
+    Garbage(tmp_path / "finalised")
+    stream = open_rank(index, collect, seq_len=16, workers=2)
+    next(stream)
+    stream.close()
+    gc.collect()
+    assert (tmp_path / "finalised").read_text() == f"{os.getpid()}\n"
 
 
 def test_signals_leave_loader_processes_alone_and_close_ends_them(
