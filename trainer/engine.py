@@ -16,6 +16,7 @@ import datetime
 import logging
 import math
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,6 +31,9 @@ from trainer.distributed import World, device_of, free_port
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# deepspeed's autotuner, which nothing here asks for, imports MLflow: half of what a start waits for
+without_mlflow = {} if "mlflow" in sys.modules else {"mlflow": None}
+sys.modules.update(without_mlflow)  # type: ignore[arg-type]
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # deprecations inside deepspeed's own imports
     import deepspeed
@@ -43,6 +47,8 @@ with warnings.catch_warnings():
         safe_set_local_optimizer_state,
         set_z3_leaf_modules,
     )
+for name in without_mlflow:
+    del sys.modules[name]
 
 log = logging.getLogger(__name__)
 
