@@ -20,8 +20,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO, NoReturn, cast
+from typing import Any, BinaryIO, NoReturn, cast
 
+import orjson
 import zstandard
 
 from data_pipeline import archive
@@ -190,17 +191,24 @@ class Block:
         """Parse the block; what is no document goes to `on_error` as a line for people."""
         for number, line in enumerate(self.lines, self.first_line):
             try:
-                text = line.decode("utf-8-sig")  # a byte order mark at the start is no text
-                if self.is_text:
-                    yield Document(self.span.path, text)
-                elif not text.isspace():
-                    yield _parse_line(text, f"{self.span.path}:{number}", text_key)
+                if (document := self._document(line, number, text_key)) is not None:
+                    yield document
             except UnicodeDecodeError as error:
                 number += line.count(b"\n", 0, error.start)
                 reason = f"not UTF-8: byte 0x{line[error.start]:02x}, {error.reason}"
                 on_error(ValueError(f"{self._place(number)}: {reason}"))
             except ValueError as error:
                 on_error(ValueError(f"{self._place(number)}: {error}"))
+
+    def _document(self, line: bytes, number: int, text_key: str) -> Document | None:
+        """Return a line's document, or that of the whole text; None for a blank line."""
+        key = f"{self.span.path}:{number}"
+        if not self.is_text and (document := _parse_strictly(line, key, text_key)):
+            return document
+        text = line.decode("utf-8-sig")  # a byte order mark at the start is no text
+        if self.is_text:
+            return Document(self.span.path, text)
+        return None if text.isspace() else _parse_line(text, key, text_key)
 
     def _place(self, number: int) -> str:
         """Return path and line; lines before the span are counted only where one is at fault."""
@@ -270,9 +278,18 @@ def _read_span(span: Span) -> Iterator[Block]:
 def parse_line(line: str, place: str, text_key: str) -> Document:
     """Return the document of a line of JSON; a ValueError says why it has none, and where."""
     try:
-        return _parse_line(line, place, text_key)
+        return _parse_strictly(line, place, text_key) or _parse_line(line, place, text_key)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
+
+
+def _parse_strictly(line: bytes | str, key: str, text_key: str) -> Document | None:
+    """Parse by orjson, in a fifth of the time; None where json says why not, or takes it (NaN)."""
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return _document_of(record, key, text_key)
 
 
 def _parse_line(line: str, key: str, text_key: str) -> Document:
@@ -280,17 +297,21 @@ def _parse_line(line: str, key: str, text_key: str) -> Document:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
+    document = _document_of(record, key, text_key)
+    try:
+        document.text.encode()
+    except UnicodeEncodeError as error:  # an escape can write half a character
+        raise ValueError(f"lone surrogate at character {error.start}") from None
+    return document
+
+
+def _document_of(record: Any, key: str, text_key: str) -> Document:
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__}, but each line must be an object")
     text = record.get(text_key)
     if not isinstance(text, str):
         found = "no" if text_key not in record else f"a {type(text).__name__} as"
         raise ValueError(f"{found} {text_key!r}; set corpus.text_key to the text's key")
-    if "\\ud" in line or "\\uD" in line:  # only an escape can write half a character
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"lone surrogate at character {error.start}") from None
     return Document(str(record.get("key", record.get("id", key))), text)
 
 
