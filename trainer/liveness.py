@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # importing torch takes seconds
 
 BEAT_S, SILENT_S = 2.0, 30.0
 STUCK_S, STUCK_FACTOR = 30.0, 20.0
+USUAL_LOAD = 2.0  # processes a core that want to run
 STARTING, WAITING = "starting", "waiting for data"
 COLLECTIVES = "distributed_c10d.py"
 """File of torch whose frames are innermost where a thread waits for other ranks."""
@@ -128,7 +129,7 @@ class Liveness:
         longest = self._longest.get(phase)
         limit_s = self._timeout_s
         if longest is not None and phase not in (STARTING, WAITING):
-            limit_s = min(limit_s, max(STUCK_S, STUCK_FACTOR * longest))
+            limit_s = min(limit_s, max(STUCK_S, STUCK_FACTOR * longest) * _overload())
         if silent_s < limit_s:
             return
         frame = sys._current_frames().get(self._main or 0)
@@ -227,6 +228,11 @@ def clear(folder: Path) -> None:
     """Forget all ranks of an earlier start."""
     for file in folder.glob("*.json"):
         file.unlink(missing_ok=True)
+
+
+def _overload() -> float:
+    """How much longer things may take here, where this machine has too much to run; at least 1."""
+    return max(1.0, os.getloadavg()[0] / (USUAL_LOAD * (os.cpu_count() or 1)))
 
 
 def _waits_for_others(frame: FrameType | None) -> bool:

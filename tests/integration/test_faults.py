@@ -44,8 +44,7 @@ def test_a_run_that_is_killed_and_stopped_again_and_again_has_the_curve_of_one_t
     plan = Plan(
         tmp_path / "marks",
         (
-            Fault("kill", rank=1, step=6, phase="backward"),
-            Fault("kill", rank=0, step=8, phase="write"),
+            Fault("kill", rank=1, step=8, phase="write"),
             Fault("raise", rank=1, step=10, phase="update"),
             Fault("stall", rank=1, step=11, phase="data"),
             Fault("term", rank=0, step=11, phase="data"),
@@ -55,16 +54,11 @@ def test_a_run_that_is_killed_and_stopped_again_and_again_has_the_curve_of_one_t
     assert killed.returncode == 1
     assert f"rank 1 on {host}: process " in killed.stdout
     assert "SIGKILL" in killed.stdout
-    assert checkpoints(folder) == ["step-00000004"]
-
-    in_save = start(plan, tiny_config)
-    assert in_save.returncode == 1
-    assert "goes on from" in in_save.stdout
-    assert f"rank 0 on {host}" in in_save.stdout
     assert checkpoints(folder) == ["step-00000004"]  # that of step 8 was being written
 
     raised = start(plan, tiny_config)
     assert raised.returncode == 1
+    assert "goes on from" in raised.stdout
     end = raised.stdout[raised.stdout.rindex("Traceback") :]
     assert "injected error" in end
     assert f"rank 1 on {host}: RuntimeError: an injected error" in end.splitlines()[-1]

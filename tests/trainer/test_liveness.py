@@ -104,3 +104,22 @@ def test_an_error_is_told_in_a_line_with_its_traceback(tmp_path):
     assert "Traceback" in failure.traceback
     assert not failure.is_consequence
     assert liveness.SILENT_S + 20 < 60  # named, ended and cleared away within a minute
+
+
+def test_a_machine_that_has_too_much_to_run_gets_time(tmp_path, monkeypatch):
+    def exit_with(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", exit_with)
+    rank = Liveness(tmp_path, World(0, 1, 0), timeout_s=600)
+    rank.pulse("training")
+    rank.pulse("training")
+    rank._since -= 1.5 * liveness.STUCK_S
+    cores = os.cpu_count()
+    for load, is_ended in ((0.1, True), (6.0, False), (2.0, True)):  # processes a core
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load * cores, 0.0, 0.0))
+        if is_ended:
+            with pytest.raises(SystemExit):
+                rank._look_at_main()
+        else:
+            rank._look_at_main()
