@@ -236,7 +236,9 @@ def main() -> int:
         injector.strike("start", 0)
         return rank_main()
     from launch import cli, spawn
+    from trainer import liveness
 
+    liveness.SILENT_S = 8.0
     command_of: Callable[..., list[str]] = spawn.rank_command
 
     def rank_command(*args: Any, **kwargs: Any) -> list[str]:
