@@ -27,7 +27,7 @@ from launch.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, Failed
 from launch.preflight import local_processes, prepare
 from launch.run_folder import DONE, PARENT, PULSES, REQUEUE, STARTED, STOP, folder_of, is_done
 from trainer.distributed import free_port
-from trainer.liveness import clear, first_failure, has_failures
+from trainer.liveness import Onlooker, clear, first_failure, has_failures
 from trainer.preemption import Preempted, release_signals
 
 FAILED_S = 10.0
@@ -156,8 +156,10 @@ def _wait(launched: subprocess.Popen[bytes], folder: Path, *, grace_s: float, as
     after one) once they are asked to stop, as they are where the launcher dies before them.
     """
     failed_since: float | None = None
+    onlooker = Onlooker(folder / PULSES)
     while launched.poll() is None or _has_processes(launched.pid):
         now = time.monotonic()
+        onlooker.look()
         if launched.poll() is not None and asked.since is None:
             asked.since = now
             (folder / STOP).touch()

@@ -14,6 +14,8 @@ import collections
 import json
 import os
 import random
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -88,7 +90,12 @@ class Chaos:
             plan = Plan(self._folder / "marks" / f"{name}-{number}", (fault,))
             before = newest(run, 2 if damage else 1)
             began = time.monotonic()
-            done = train(plan, self._config, f"run.name={name}", *overrides)
+            try:
+                done = train(plan, self._config, f"run.name={name}", *overrides)
+            except subprocess.TimeoutExpired as hung:
+                end_all(plan)
+                text = (hung.stdout or b"").decode(errors="replace")
+                done = subprocess.CompletedProcess(hung.cmd, -1, f"{text}\nhangs: ended")
             took = time.monotonic() - began
             has_fired = bool(plan.fired())
             skipped |= has_fired and fault.kind.startswith("nan")
@@ -152,7 +159,7 @@ class Chaos:
             problems.append(f"{max(records)} steps made, and the last checkpoint is {newest(run)}")
         if done.returncode == 0 and sorted(records) != list(range(1, TOTAL + 1)):
             problems.append(f"finished with the steps {sorted(records)}")
-        if left := [p for p in Path("/proc").glob("[0-9]*") if str(plan.folder) in words(p)]:
+        if left := processes_of(plan):
             problems.append(f"processes are left: {left}")
         return problems
 
@@ -204,6 +211,17 @@ def words(process: Path) -> str:
         return (process / "environ").read_text(errors="replace")
     except OSError:
         return ""
+
+
+def processes_of(plan: Plan) -> list[Path]:
+    """The living processes of a start."""
+    return [p for p in Path("/proc").glob("[0-9]*") if str(plan.folder) in words(p)]
+
+
+def end_all(plan: Plan) -> None:
+    """End a start that hangs."""
+    for process in processes_of(plan):
+        os.kill(int(process.name), signal.SIGKILL)
 
 
 def write_project(folder: Path) -> Path:

@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 
+from tests.disks import fill
+
 ROOT = Path(__file__).parents[1]
 PLAN = "ROFORMER_TEST_FAULTS"
 
@@ -37,7 +39,8 @@ ENDS = ("kill", "stop", "hang", "raise", "kill_worker")
 """Kinds that end the run with a failure."""
 ASKS = ("term", "usr1", "term_launcher", "usr1_launcher", "term_parent", "usr1_parent")
 """Kinds that ask it to save and end."""
-HARMS = ("nan_loss", "nan_gradient", "nan_weights", "full", "stall")
+HARMS = ("nan_loss", "nan_gradient", "nan_weights", "full", "stall", "pause", "fill", "free")
+"""full: one file is refused; fill, free: the disk that the marks are on has no room, or has again."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,12 @@ class Injector:
             number = signal.SIGTERM if kind.startswith("term") else signal.SIGUSR1
             targets = {"launcher": os.getppid(), "parent": parent}
             os.kill(targets.get(kind.partition("_")[2], os.getpid()), number)
+        elif kind == "pause":
+            time.sleep(15)  # twice as long as a rank may be silent here
+        elif kind == "fill":
+            fill(self._folder / "ballast")
+        elif kind == "free":
+            (self._folder / "ballast").unlink()
         else:
             return kind
         return None
@@ -236,7 +245,9 @@ def main() -> int:
         injector.strike("start", 0)
         return rank_main()
     from launch import cli, spawn
+    from trainer import liveness
 
+    liveness.SILENT_S = 8.0
     command_of: Callable[..., list[str]] = spawn.rank_command
 
     def rank_command(*args: Any, **kwargs: Any) -> list[str]:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -187,8 +187,8 @@ class Save:
                 file = self.folder / "state.json"
                 _write_json(file, self._data)
                 self._entries.append((file.name, *_fingerprint(file)))
-        except (OSError, SafetensorError) as error:
-            self._problem = f"{file}: {getattr(error, 'strerror', None) or error}"
+        except Exception as error:  # any: or its part would be missing, and nobody say so
+            self._problem = f"{file}: {getattr(error, 'strerror', None) or error or type(error)}"
         self._tensors = {}
 
     def _complete(
@@ -203,6 +203,9 @@ class Save:
         for old in complete(self.folder.parent)[keep:]:
             if not keep_every or step_of(old) % keep_every:
                 _remove(old)
+        for path in self.folder.parent.iterdir():
+            if _NAME.fullmatch(path.name) and not (path / MANIFEST).exists():
+                _remove(path)  # what kills have left half-written or half-removed
         return None
 
 

@@ -6,7 +6,8 @@
 A thread of each rank writes its pulse. It also looks at two others' health: that of its own main
 thread, which may be stuck, and that of the next rank (the last one's is the first), whose pulse
 stops when its process is stopped or its machine is gone. Either way it writes down who failed, and
-ends its own process; its launcher, or the ends of their connections, end the rest.
+ends its own process; its launcher, or the ends of their connections, end the rest. Where all ranks
+of a machine are frozen, or the only one, `roformer train` sees it (`Onlooker`).
 """
 
 import json
@@ -96,23 +97,26 @@ class Liveness:
             _pulse(self._folder, self._world.rank).unlink(missing_ok=True)
 
     def _watch(self) -> None:
-        neighbour = (self._world.rank + 1) % self._world.size
+        file = _pulse(self._folder, (self._world.rank + 1) % self._world.size)
         seen, seen_at, beats, number = "", time.monotonic(), 0, 0
         while not self._ended.wait(BEAT_S):
-            with suppress(OSError):  # a full disk: the next rank has its own eyes
+            try:
                 self._beat(number := number + 1)
+            except OSError:  # a full disk
+                with suppress(OSError):
+                    os.utime(_pulse(self._folder, self._world.rank))
             self._look_at_main()
             if self._world.size > 1:
-                beat = _read(_pulse(self._folder, neighbour))
+                beat = _beat_of(file)
                 now = time.monotonic()
                 if beat != seen or not beat:
                     seen, seen_at, beats = beat, now, beats + 1
                 elif beats < 2 and not self._sees_others:
                     continue  # an earlier start's: this one's has not come yet
                 elif now - seen_at > SILENT_S or (
-                    now - seen_at > BEAT_S and _was_killed(self._folder, json.loads(beat))
+                    now - seen_at > BEAT_S and _was_killed(self._folder, _last(beat))
                 ):
-                    self._end_for(neighbour, json.loads(beat), now - seen_at)
+                    self._end_for(_last(beat), now - seen_at)
 
     def _beat(self, number: int) -> None:
         data = {
@@ -141,19 +145,40 @@ class Liveness:
         print(f"roformer: rank {self._world.rank}: {cause}\n{stack}", file=sys.stderr, flush=True)
         os._exit(1)
 
-    def _end_for(self, rank: int, beat: dict[str, Any], silent_s: float) -> None:
-        cause = (
-            _killed(beat)
-            if _was_killed(self._folder, beat)
-            else f"process {beat['pid']} has not answered for {silent_s:.0f} s, last seen "
-            f"{beat['phase']}: {_state_of(beat)}"
-        )
+    def _end_for(self, beat: dict[str, Any], silent_s: float) -> None:
+        is_killed = _was_killed(self._folder, beat)
+        cause = _killed(beat) if is_killed else _silent(beat, silent_s)
+        rank = beat["rank"]
         tell(self._folder, rank, cause, host=beat["host"])
         print(f"roformer: rank {rank} on {beat['host']}: {cause}", file=sys.stderr, flush=True)
         if beat["host"] == socket.gethostname():
             with suppress(ProcessLookupError):
                 os.kill(beat["pid"], signal.SIGKILL)
         os._exit(1)
+
+
+class Onlooker:
+    """Sees from outside, call by call, which ranks of this machine are frozen."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: dict[Path, tuple[str, float]] = {}
+        self._looked_at = time.monotonic()
+
+    def look(self) -> None:
+        """Write down that a rank has failed, once its pulse has stood still for too long."""
+        now = time.monotonic()
+        passed_s = min(now - self._looked_at, BEAT_S)  # we may have been frozen as well
+        self._looked_at = now
+        for file in self._folder.glob("*[0-9].json"):
+            beat = _beat_of(file)
+            before, silent_s = self._seen.get(file, ("", 0.0))
+            silent_s = silent_s + passed_s if beat == before else 0.0
+            self._seen[file] = beat, silent_s
+            if silent_s > SILENT_S + 2 * BEAT_S:  # the next rank sees it first, if it can
+                last = _last(beat)
+                if last["host"] == socket.gethostname():
+                    tell(self._folder, last["rank"], _silent(last, silent_s))
 
 
 def tell(
@@ -219,6 +244,13 @@ def _killed(beat: dict[str, Any]) -> str:
     )
 
 
+def _silent(beat: dict[str, Any], silent_s: float) -> str:
+    return (
+        f"process {beat['pid']} has not answered for {silent_s:.0f} s, last seen {beat['phase']}: "
+        f"{_state_of(beat)}"
+    )
+
+
 def has_failures(folder: Path) -> bool:
     """Whether some rank has failed, or was killed on this machine."""
     return any(folder.glob("*.failed.json")) or any(True for _ in killed_ranks(folder))
@@ -265,6 +297,20 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except OSError:
         return ""
+
+
+def _beat_of(file: Path) -> str:
+    """Return what changes with every beat, in the last line: `_last` reads the rest."""
+    text = _read(file)
+    try:
+        return text and f"{text}\n{file.stat().st_mtime_ns}"
+    except OSError:  # it has just gone
+        return ""
+
+
+def _last(beat: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(beat.splitlines()[0])
+    return data
 
 
 def _all(folder: Path, pattern: str) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,8 @@
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +12,15 @@ import pytest
 
 from trainer import liveness
 from trainer.distributed import World
-from trainer.liveness import Liveness, clear, first_failure, has_failures, tell, tell_of_error
+from trainer.liveness import (
+    Liveness,
+    Onlooker,
+    clear,
+    first_failure,
+    has_failures,
+    tell,
+    tell_of_error,
+)
 
 RANK = """
 import sys, time
@@ -54,6 +64,64 @@ def test_the_next_rank_names_one_that_is_frozen_or_killed(tmp_path, number, caus
     assert failure.rank == 1
     assert cause in failure.cause
     assert f"process {second.pid}" in failure.cause
+
+
+def test_whoever_started_the_ranks_sees_that_the_only_one_is_frozen(tmp_path, monkeypatch):
+    monkeypatch.setattr(liveness, "BEAT_S", 0.1)
+    monkeypatch.setattr(liveness, "SILENT_S", 1.0)
+    onlooker, process = Onlooker(tmp_path), start(tmp_path, 0)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "00000.json").exists():
+        assert time.monotonic() < deadline
+        onlooker.look()
+    process.send_signal(signal.SIGSTOP)
+    while not has_failures(tmp_path):
+        assert time.monotonic() < deadline
+        onlooker.look()
+        time.sleep(0.02)
+    failure = first_failure(tmp_path)
+    process.kill()
+    process.wait()
+    assert failure is not None
+    assert failure.rank == 0
+    assert f"process {process.pid} has not answered" in failure.cause
+    assert "it is stopped (SIGSTOP)" in failure.cause
+
+
+def test_time_in_which_the_onlooker_was_frozen_itself_is_not_held_against_a_rank(
+    tmp_path, monkeypatch
+):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    beat = {"rank": 0, "host": socket.gethostname(), "pid": os.getpid(), "phase": "training"}
+    (tmp_path / "00000.json").write_text(json.dumps(beat))
+    onlooker = Onlooker(tmp_path)
+    for now[0] in (0.1, 1000.1, 2000.1):
+        onlooker.look()
+    assert not has_failures(tmp_path)
+    for second in range(40):
+        now[0] = 3000.0 + second
+        onlooker.look()
+    assert has_failures(tmp_path)
+
+
+def test_a_full_disk_stops_no_pulse(tmp_path, monkeypatch):
+    """The next rank takes it for silence else."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(liveness, "BEAT_S", 0.02)
+    with Liveness(tmp_path, World(0, 1, 0), timeout_s=60):
+        pulse = tmp_path / "00000.json"
+        monkeypatch.setattr(liveness, "_write", refuse)
+        time.sleep(0.1)  # a beat that had begun
+        seen = {liveness._beat_of(pulse)}
+        deadline = time.monotonic() + 120
+        while len(seen) < 3:
+            assert time.monotonic() < deadline
+            seen.add(liveness._beat_of(pulse))
+    assert len({beat.splitlines()[0] for beat in seen}) == 1  # it could not write what it does
 
 
 def test_a_rank_that_is_stuck_ends_itself_and_says_where(tmp_path):
