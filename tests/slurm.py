@@ -88,12 +88,12 @@ class Cluster:
         return self.job(job)
 
     def processes(self, node: str) -> list[str]:
-        """Return the command lines of what runs on a node, without Slurm's own."""
-        listed = subprocess.run(
-            self.on(node, "ps", "-e", "-o", "args="), capture_output=True, text=True, check=True
-        ).stdout.splitlines()
-        own = re.compile(r"bash -c|slurmd|slurmstepd|ps -e|sleep|\[.*\]")
-        return [line for line in listed if not own.match(line.strip().removeprefix("/usr/sbin/"))]
+        """Return the command lines of what runs on a node, but for its daemons."""
+        first = "1"  # the node's first process: see `boot`
+        listing = self.on(node, "ps", "--deselect", "--pid", first, "-o", "args=")
+        listed = subprocess.run(listing, capture_output=True, text=True, check=True)
+        own = re.compile(r"(/usr/sbin/)?(slurmd|slurmstepd|sshd: /usr/sbin/sshd)\b|ps --|\[.*\]$")
+        return [line for line in listed.stdout.splitlines() if not own.match(line)]
 
     def crash(self, node: str) -> None:
         """Cut a node's power."""

@@ -35,15 +35,23 @@ def submit(cluster, tiny_config, monkeypatch):
     return submit_run(cluster, tiny_config, monkeypatch)
 
 
-def nothing_runs(cluster) -> bool:
-    return not [line for node in cluster.names for line in cluster.processes(node)]
+def assert_nothing_runs(cluster) -> None:
+    """Wait until no process but Slurm's own is on any node; name those that stay."""
+
+    def left() -> dict[str, list[str]]:
+        return {node: lines for node in cluster.names if (lines := cluster.processes(node))}
+
+    try:
+        wait_for("the nodes' last process", lambda: not left(), 60)
+    except TimeoutError:
+        assert left() == {}
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (4, 1)])
 def test_nodes_and_ranks_have_the_curve_of_one_rank(cluster, submit, tiny_config, nodes, ranks):
     job, folder = submit(f"launch.nodes={nodes}", f"launch.num_processes={ranks}", *LONGER)
     assert cluster.wait(job, timeout_s=900)["JobState"] == "COMPLETED", log_of(folder)
-    wait_for("the nodes' last process", lambda: nothing_runs(cluster), 60)
+    assert_nothing_runs(cluster)
     assert_same_curve(by_step(folder), run(tiny_config, "one", 1, *LONGER))
 
 
@@ -111,7 +119,7 @@ def test_a_node_that_loses_power_costs_what_was_not_saved(cluster, submit, tiny_
     assert ended["JobState"] == "COMPLETED", log_of(folder)
     assert int(ended["Restarts"]) >= 1
     assert_same_curve(by_step(folder), run(tiny_config, "one", 1, *LONGER))
-    wait_for("the nodes' last process", lambda: nothing_runs(cluster), 60)
+    assert_nothing_runs(cluster)
 
 
 def test_an_array_of_two_seeds_is_a_study(cluster, submit):
@@ -142,7 +150,7 @@ def test_a_failing_job_ends_with_its_code_and_is_not_requeued(
     assert ended["JobState"] == "FAILED", log_of(folder)
     assert ended["Restarts"] == "0"
     assert ended["ExitCode"] == code or "143" in ended["ExitCode"], log_of(folder)
-    wait_for("the nodes' last process", lambda: nothing_runs(cluster), 60)
+    assert_nothing_runs(cluster)
 
 
 @pytest.fixture
