@@ -14,6 +14,7 @@ import psutil
 
 from configs.schema import LaunchConfig
 from launch.hostfile import read_hostfile
+from trainer.distributed import number_in
 
 RANKS = "ROFORMER_RANKS"
 """Variable by which `roformer` and its scripts say how many ranks they start."""
@@ -23,7 +24,7 @@ def adopt(environ: MutableMapping[str, str]) -> None:
     """Put what srun or mpirun say into torch's words; torch's own, where they are, come first.
 
     Raises:
-        ValueError: If a launcher left out what is needed.
+        ValueError: If a launcher left out what is needed, or a number is none.
     """
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         if "OMPI_COMM_WORLD_RANK" in environ:
@@ -43,9 +44,7 @@ def expected_ranks(launch: LaunchConfig, environ: Mapping[str, str]) -> tuple[in
         ValueError: If ROFORMER_RANKS is no number, or the hostfile none.
     """
     if RANKS in environ:
-        if not environ[RANKS].isdecimal():
-            raise ValueError(f"{RANKS}={environ[RANKS]!r} is no number of ranks")
-        return int(environ[RANKS]), RANKS
+        return number_in(environ, RANKS), RANKS
     if launch.nodes > 1 and launch.num_processes != "auto":
         world = launch.nodes * launch.num_processes
         return world, f"launch.nodes={launch.nodes} x launch.num_processes={launch.num_processes}"
@@ -62,6 +61,9 @@ def check_ranks(size: int, launch: LaunchConfig, environ: Mapping[str, str]) -> 
         ValueError: With both numbers and what to do.
     """
     expected = expected_ranks(launch, environ)
+    processes = launch.num_processes
+    if expected is None and size == 1 and processes not in (1, "auto"):
+        expected = int(processes), f"launch.num_processes={processes}"
     if expected is not None:
         number, source = expected
         if size != number:
@@ -70,7 +72,7 @@ def check_ranks(size: int, launch: LaunchConfig, environ: Mapping[str, str]) -> 
                 f"for a launcher without its list of machines; or set {RANKS}={size}"
             )
         return
-    nodes, tasks = (int(environ.get(f"SLURM_{k}", "1")) for k in ("JOB_NUM_NODES", "NTASKS"))
+    nodes, tasks = (number_in(environ, f"SLURM_{k}", 1) for k in ("JOB_NUM_NODES", "NTASKS"))
     in_step = environ.get("SLURM_STEP_ID", "").isdecimal()
     if size < nodes or (size == 1 and tasks > 1 and not in_step):
         raise ValueError(
@@ -121,11 +123,11 @@ def interface_towards(master: str) -> str | None:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    size = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1")
+    size = number_in(environ, "SLURM_STEP_NUM_TASKS", number_in(environ, "SLURM_NTASKS", 1))
     if size == 1:
         return {}
     local_size = _tasks_here(environ)
-    job, restart = (int(environ.get(f"SLURM_{k}", "0")) for k in ("JOB_ID", "RESTART_COUNT"))
+    job, restart = (number_in(environ, f"SLURM_{k}", 0) for k in ("JOB_ID", "RESTART_COUNT"))
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         raise ValueError("Slurm's step names no nodes (SLURM_STEP_NODELIST); set MASTER_ADDR")
@@ -147,16 +149,21 @@ def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
 def _tasks_here(environ: Mapping[str, str]) -> int:
     """Return the step's tasks on this node, from a list like `2(x3),1`."""
     counts: list[int] = []
-    for item in environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
-        count, _, times = item.partition("(x")
-        counts += [int(count)] * int(times.rstrip(")") or "1")
-    node = int(environ.get("SLURM_NODEID", "0"))
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    for item in tasks.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
+        if match is None:
+            raise ValueError(
+                f"the environment has SLURM_STEP_TASKS_PER_NODE={tasks!r}, not `2(x3)`"
+            )
+        counts += [int(match[1])] * int(match[2] or "1")
+    node = number_in(environ, "SLURM_NODEID", 0)
     return counts[node] if node < len(counts) else counts[-1]
 
 
 def _from_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
-    size = int(environ["OMPI_COMM_WORLD_SIZE"])
-    local_size = int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
+    size = number_in(environ, "OMPI_COMM_WORLD_SIZE")
+    local_size = number_in(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
     if size == 1:
         return {}
     if "MASTER_ADDR" not in environ and local_size < size:
@@ -176,6 +183,6 @@ def _from_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _num_hosts(environ: Mapping[str, str]) -> int:
     """Return about how many hosts the ranks stand on."""
-    size = int(environ.get("WORLD_SIZE") or "1")
-    local = int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or "1")
+    size = number_in(environ, "WORLD_SIZE", 1)
+    local = number_in(environ, "LOCAL_WORLD_SIZE", number_in(environ, "LOCAL_SIZE", 1))
     return -(-size // max(1, local))

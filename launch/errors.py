@@ -60,5 +60,6 @@ def one_line(error: ValueError | OSError) -> str:
 def _say(text: str) -> None:
     if os.environ.get("ROFORMER_TRACEBACK"):
         traceback.print_exc()
-    rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    has_others = os.environ.get("WORLD_SIZE", "1") != "1"
+    rank = f"rank {os.environ.get('RANK', '?')}: " if has_others else ""
     print(f"roformer: {rank}{text}", file=sys.stderr, flush=True)

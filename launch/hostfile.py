@@ -11,6 +11,8 @@ from pathlib import Path
 
 from configs.loader import ConfigError
 
+MOST_SLOTS = 1024
+"""More are a slip of the keyboard."""
 _LINE = re.compile(r"(?P<host>[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)[ \t]+slots=(?P<slots>\d+)")
 
 
@@ -46,14 +48,15 @@ def read_hostfile(path: Path, *, include: str = "", exclude: str = "") -> tuple[
         if not entry:
             continue
         match = _LINE.fullmatch(entry)
-        if match is None or int(match["slots"]) == 0:
+        if match is None or not 0 < int(match["slots"]) <= MOST_SLOTS:
             problems.append(f"{where}: {entry!r}: {_fault(entry)}")
-        elif match["host"] in hosts:
-            first = first_line[match["host"]]
-            problems.append(f"{where}: {match['host']} stands in line {first} already")
+            continue
+        name = match["host"]
+        first = first_line.setdefault(name.lower(), number)  # N1 is n1
+        if first != number:
+            problems.append(f"{where}: {name} stands in line {first} already")
         else:
-            hosts[match["host"]] = Host(match["host"], tuple(range(int(match["slots"]))))
-            first_line[match["host"]] = number
+            hosts[name] = Host(name, tuple(range(int(match["slots"]))))
     if not hosts and not problems:
         problems.append(f"hostfile {path}: names no host; write lines like `node1 slots=8`")
     if problems:
@@ -80,6 +83,8 @@ def _fault(entry: str) -> str:
         return f"{slots!r} is no number of slots"
     if int(slots) == 0:
         return "slots=0 gives it no rank; remove the line"
+    if int(slots) > MOST_SLOTS:
+        return f"no machine has more than {MOST_SLOTS} slots"
     return f"{' '.join(rest[1:])!r} behind the slots would be passed over; remove it"
 
 

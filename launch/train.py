@@ -92,7 +92,9 @@ def train(path: Path, overrides: Sequence[str], log: RankLog) -> int:
         raise AssertionError("a rank without a config has agreed")
     pulses = folder_of(mine.config) / PULSES
     try:
-        with Liveness(pulses, world, timeout_s=mine.timeout_s) as liveness:
+        with Liveness(
+            pulses, world, timeout_s=mine.timeout_s, last_words=log.repeat_last_lines
+        ) as liveness:
             train_watched(mine, world, stop, liveness)
     except Told:
         log.close()

@@ -40,7 +40,7 @@ ENDS = ("kill", "stop", "hang", "raise", "kill_worker")
 ASKS = ("term", "usr1", "term_launcher", "usr1_launcher", "term_parent", "usr1_parent")
 """Kinds that ask it to save and end."""
 HARMS = ("nan_loss", "nan_gradient", "nan_weights", "full", "stall", "pause", "fill", "free")
-"""full: one file is refused; fill, free: the disk that the marks are on has no room, or has again."""
+"""full: one file is refused; fill, free: the disk of the marks has no room, or has it again."""
 
 
 @dataclass(frozen=True)

@@ -88,12 +88,27 @@ class Cluster:
         return self.job(job)
 
     def processes(self, node: str) -> list[str]:
-        """Return the command lines of what runs on a node, without Slurm's own."""
-        listed = subprocess.run(
-            self.on(node, "ps", "-e", "-o", "args="), capture_output=True, text=True, check=True
-        ).stdout.splitlines()
-        own = re.compile(r"bash -c|slurmd|slurmstepd|ps -e|sleep|\[.*\]")
-        return [line for line in listed if not own.match(line.strip().removeprefix("/usr/sbin/"))]
+        """Return the command lines of what runs on a node, but for its daemons."""
+        first = "1"  # the node's first process: see `boot`
+        listing = self.on(node, "ps", "--deselect", "--pid", first, "-o", "args=")
+        listed = subprocess.run(listing, capture_output=True, text=True, check=True)
+        own = re.compile(r"(/usr/sbin/)?(slurmd|slurmstepd|sshd: /usr/sbin/sshd)\b|ps --|\[.*\]$")
+        return [line for line in listed.stdout.splitlines() if not own.match(line)]
+
+    def wait_until_empty(self, timeout_s: float = 60) -> None:
+        """Wait until no process but daemons is on any node.
+
+        Raises:
+            AssertionError: With the processes that stay.
+        """
+
+        def left() -> dict[str, list[str]]:
+            return {node: lines for node in self.names if (lines := self.processes(node))}
+
+        try:
+            wait_for("the nodes' last process", lambda: not left(), timeout_s)
+        except TimeoutError:
+            assert left() == {}
 
     def crash(self, node: str) -> None:
         """Cut a node's power."""
@@ -123,6 +138,29 @@ class Cluster:
         peer = ["peer", "name", "eth0", "netns", str(self._pid(node))]
         _ip("link", "add", wire, "type", "veth", *peer)
         _ip("link", "set", wire, "master", self.bridge, "up")
+
+    @contextlib.contextmanager
+    def slow_network(self, rate: str) -> Iterator[None]:
+        """Let every node send no more than `rate` (as tc writes it: `8mbit`) within this block.
+
+        Raises:
+            OSError: If this kernel cannot.
+        """
+        limit = ["rate", rate, "burst", "64kb", "latency", "1s"]
+        try:
+            for node in self.names:
+                self._discipline(node, "add", "tbf", *limit)
+            yield
+        finally:
+            for node in self.names:
+                with contextlib.suppress(OSError):
+                    self._discipline(node, "del")
+
+    def _discipline(self, node: str, verb: str, *words: str) -> None:
+        command = self.on(node, "tc", "qdisc", verb, "dev", "eth0", "root", *words)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise OSError(f"tc: {done.stderr.strip()}")
 
     def wait_idle(self) -> None:
         """Wait until every node can take a job."""

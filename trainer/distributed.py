@@ -6,7 +6,7 @@ a rank its place by variables.
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -32,11 +32,25 @@ class World:
         return self.rank == 0
 
 
+def number_in(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return a number from 0 on that a launcher has set.
+
+    Raises:
+        ValueError: With the variable, if it is none, or if it is absent and has no default.
+    """
+    text = environ.get(name, "")
+    if not text and default is not None:
+        return default
+    if not text.isdecimal():
+        raise ValueError(f"the environment has {name}={text!r}, which is no number")
+    return int(text)
+
+
 def world_from_environment() -> World:
     """Read the launcher's variables; without them this process is the whole world.
 
     Raises:
-        ValueError: If a launcher set some of them but not all.
+        ValueError: If a launcher set some of them but not all, or what makes no sense.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     present = [name for name in names if name in os.environ]
@@ -47,12 +61,13 @@ def world_from_environment() -> World:
             f"the environment has {', '.join(present)} but not {', '.join(missing)}: "
             "start ranks by `roformer train`, deepspeed or torchrun"
         )
-    return World(
-        rank=int(os.environ["RANK"]),
-        size=int(os.environ["WORLD_SIZE"]),
-        local_rank=int(os.environ["LOCAL_RANK"]),
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1),
+    rank, size, local_rank, _ = (
+        number_in(os.environ, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     )
+    if rank >= size:
+        raise ValueError(f"the environment has RANK={rank}, but WORLD_SIZE={size}")
+    local_size = number_in(os.environ, "LOCAL_WORLD_SIZE", number_in(os.environ, "LOCAL_SIZE", 1))
+    return World(rank, size, local_rank, local_size)
 
 
 def in_world() -> bool:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,17 +56,26 @@ class Failure:
 class Liveness:
     """This rank's pulse, and its look at the others'; see the module."""
 
-    def __init__(self, folder: Path, world: "World", *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        world: "World",
+        *,
+        timeout_s: float,
+        last_words: Callable[[], None] = lambda: None,
+    ) -> None:
         """Make it for a run's folder of ranks; what an earlier start left of this rank goes.
 
         Args:
             folder: Where the pulses are.
             world: This rank among all.
             timeout_s: Longest time without a sign of life where none is known to be too long.
+            last_words: Called before it ends its process.
         """
         self._folder = folder
         self._world = world
         self._timeout_s = timeout_s
+        self._last_words = last_words
         self._phase, self._since = STARTING, time.monotonic()
         self._longest: dict[str, float] = {}
         self._main = threading.main_thread().ident
@@ -98,7 +107,9 @@ class Liveness:
 
     def _watch(self) -> None:
         file = _pulse(self._folder, (self._world.rank + 1) % self._world.size)
-        seen, seen_at, beats, number = "", time.monotonic(), 0, 0
+        started = time.monotonic()
+        seen, seen_at, beats, number = "", started, 0, 0
+        is_told = False
         while not self._ended.wait(BEAT_S):
             try:
                 self._beat(number := number + 1)
@@ -106,6 +117,9 @@ class Liveness:
                 with suppress(OSError):
                     os.utime(_pulse(self._folder, self._world.rank))
             self._look_at_main()
+            if not is_told and time.monotonic() - started > SILENT_S and (who := self._absent()):
+                is_told = True
+                print(f"roformer: waiting for {who}", file=sys.stderr, flush=True)
             if self._world.size > 1:
                 beat = _beat_of(file)
                 now = time.monotonic()
@@ -141,9 +155,25 @@ class Liveness:
             return
         stack = "".join(traceback.format_stack(frame))
         cause = f"no progress for {silent_s:.0f} s while {phase}"
+        if who := self._absent():
+            stack, cause = "", f"{cause}: {who}"
         tell(self._folder, self._world.rank, cause, stack, is_consequence=_waits_for_others(frame))
         print(f"roformer: rank {self._world.rank}: {cause}\n{stack}", file=sys.stderr, flush=True)
+        self._last_words()
         os._exit(1)
+
+    def _absent(self) -> str:
+        """Name the ranks that have not come to this start; empty where all have met."""
+        if self._sees_others:
+            return ""
+        oldest = time.time() - SILENT_S  # an earlier start's pulse is older
+        absent = [
+            str(rank)
+            for rank in range(self._world.size)
+            if rank != self._world.rank and _modified(_pulse(self._folder, rank)) < oldest
+        ]
+        named = ", ".join(absent[:8]) + f" and {len(absent) - 8} more" * (len(absent) > 8)
+        return f"rank{'s' * (len(absent) > 1)} {named}, not started" if absent else ""
 
     def _end_for(self, beat: dict[str, Any], silent_s: float) -> None:
         is_killed = _was_killed(self._folder, beat)
@@ -154,6 +184,7 @@ class Liveness:
         if beat["host"] == socket.gethostname():
             with suppress(ProcessLookupError):
                 os.kill(beat["pid"], signal.SIGKILL)
+        self._last_words()
         os._exit(1)
 
 
@@ -317,6 +348,14 @@ def _all(folder: Path, pattern: str) -> Iterator[dict[str, Any]]:
     for file in sorted(folder.glob(pattern)):
         with suppress(ValueError):  # it has gone meanwhile
             yield json.loads(_read(file))
+
+
+def _modified(file: Path) -> float:
+    """Unix time of a file's last change; 0 where there is none."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _state(beat: dict[str, Any]) -> str:

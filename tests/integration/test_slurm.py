@@ -71,11 +71,7 @@ def test_two_nodes_signalled_and_requeued_have_the_curve_of_one_rank(cluster, su
     assert (folder / "done").exists()
     assert "saved; queued again" in log_of(folder)
     assert "rank 1 on n2" in (folder / "logs" / "rank-00001.log").read_text()
-    wait_for(
-        "the nodes' last process",
-        lambda: not any(cluster.processes(node) for node in cluster.names),
-        60,
-    )
+    cluster.wait_until_empty()
     assert len(read_records(folder)) == 107  # no step was done twice
     assert_same_curve(by_step(folder), run(tiny_config, "one", 1, *longer))
 
@@ -85,7 +81,7 @@ def test_a_cancelled_job_saves_and_stays_away(cluster, submit):
     wait_for_steps(cluster, job, folder, 3)
     cluster.run("scancel", job)
     assert cluster.wait(job)["JobState"] == "CANCELLED"
-    wait_for("the node's last process", lambda: not cluster.processes("n1"), 30)
+    cluster.wait_until_empty()
     assert (folder / "requeue").exists()  # it has saved, and a new job would go on
     newest = max((folder / "checkpoints").glob("step-*/state.json"))
     saved = json.loads(newest.read_text())

@@ -12,6 +12,7 @@ from launch.environment import (
     interface_towards,
     rendezvous_port,
 )
+from launch.train import main as train_main
 
 STEP = {
     "SLURM_JOB_ID": "77",
@@ -134,6 +135,7 @@ FOUR = LaunchConfig(nodes=2, num_processes=2)
         (1, ALONE, {"ROFORMER_RANKS": "2"}),
         (4, ALONE, {"ROFORMER_RANKS": "2"}),
         (1, FOUR, {}),
+        (1, LaunchConfig(num_processes=2), {}),
         (2, FOUR, {}),
         (1, ALONE, {"SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2"}),
         (1, ALONE, {"SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "4"}),
@@ -150,6 +152,8 @@ def test_another_number_of_ranks_than_was_meant_is_refused(size, launch, environ
     [
         (1, ALONE, {}),
         (8, ALONE, {}),
+        (8, LaunchConfig(num_processes=4), {}),
+        (1, LaunchConfig(num_processes="auto"), {}),
         (4, FOUR, {}),
         (2, FOUR, {"ROFORMER_RANKS": "2"}),
         (4, ALONE, STEP),
@@ -171,6 +175,39 @@ def test_a_hostfile_in_the_config_says_how_many_ranks_were_meant(tmp_path):
         check_ranks(1, launch, {})  # deepspeed, without its list
 
 
-def test_what_is_no_number_is_refused():
+@pytest.mark.parametrize(
+    "environment",
+    [
+        STEP | {"SLURM_STEP_NUM_TASKS": "x"},
+        STEP | {"SLURM_STEP_TASKS_PER_NODE": "2x3"},
+        STEP | {"SLURM_NODEID": "-1"},
+        OMPI | {"OMPI_COMM_WORLD_SIZE": ""},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "two"},
+        {"RANK": "0", "WORLD_SIZE": "2.0"},
+    ],
+)
+def test_a_launchers_number_that_is_none_is_named(environment):
+    with pytest.raises(ValueError, match=r"the environment has \w+="):
+        adopt(dict(environment))
+
+
+def test_a_number_of_ranks_that_is_none_is_named():
     with pytest.raises(ValueError, match="ROFORMER_RANKS='many'"):
         expected_ranks(ALONE, {"ROFORMER_RANKS": "many"})
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"RANK": "x"}, {"RANK": "2"}, {"WORLD_SIZE": "0"}, {"MASTER_PORT": "p"}]
+)
+def test_torchs_words_that_make_no_sense_end_in_one_line(tiny_config, monkeypatch, capfd, wrong):
+    for name, value in (TORCHRUN | wrong).items():
+        monkeypatch.setenv(name, value)
+    assert train_main([str(tiny_config)]) == 2
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1
+    assert "the environment has " in error
+    assert not (tiny_config.parent / "runs").exists()

@@ -43,6 +43,10 @@ def test_hosts_in_order_with_comments_and_blanks(tmp_path):
         ("n9,n8 slots=4", "'n9,n8' is no host name"),
         ("$(reboot) slots=4", "'$(reboot)' is no host name"),
         ("n1 slots=2", "n1 stands in line 1 already"),
+        ("N1 slots=2", "N1 stands in line 1 already"),
+        ("n9 slots=99999999999", "no machine has more than 1024 slots"),
+        ("n9 slots=2\rn8 slots=2", "'n8 slots=2' behind the slots would be passed over"),
+        ("\ufeffn9 slots=2", "is no host name or address"),
     ],
 )
 def test_every_bad_line_is_named(tmp_path, line, fault):

@@ -191,3 +191,35 @@ def test_a_machine_that_has_too_much_to_run_gets_time(tmp_path, monkeypatch):
                 rank._look_at_main()
         else:
             rank._look_at_main()
+
+
+WAITS = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from trainer import liveness
+liveness.BEAT_S, liveness.SILENT_S = 0.05, 0.2
+world = SimpleNamespace(rank=1, size=3)
+words = lambda: print("last words", file=sys.stderr, flush=True)
+with liveness.Liveness(Path(sys.argv[1]), world, timeout_s=0.5, last_words=words):
+    time.sleep(60)
+"""
+
+
+def test_ranks_that_do_not_come_are_named(tmp_path):
+    earlier = tmp_path / "00002.json"
+    earlier.write_text('{"rank": 2}')
+    os.utime(earlier, (1e9, 1e9))
+    done = subprocess.run(
+        [sys.executable, "-c", WAITS, str(tmp_path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    waiting, gave_up, *rest = done.stderr.splitlines()
+    assert waiting == "roformer: waiting for ranks 0, 2, not started"
+    assert gave_up.startswith("roformer: rank 1: no progress for ")
+    assert gave_up.endswith(" s while starting: ranks 0, 2, not started")
+    assert rest == ["", "last words"]
