@@ -18,7 +18,7 @@ MAY_IMPORT = {
 
 IMPORTED_BY = {
     "deepspeed": {"trainer.engine"},
-    "mlflow": {"trainer.tracking"},
+    "mlflow": {"trainer.delivery"},
     "sentencepiece": {"data_pipeline.sentencepieces"},
     "rjieba": {"data_pipeline.wordpieces"},
     "tokenizers": {"data_pipeline.wordpieces"},

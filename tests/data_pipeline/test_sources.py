@@ -9,6 +9,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry as fsspec_classes
 
 from data_pipeline.sources import (
     Patience,
@@ -227,5 +228,6 @@ def test_an_object_store_that_fails_is_tried_again(bucket: MemoryFileSystem, mon
 def test_a_scheme_without_its_package_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delitem(fsspec_classes, "gs", raising=False)  # a test of gs has imported it
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     assert "pip install 'roformer-pretraining[gs]'" in refused("gs://bucket/a.tar")

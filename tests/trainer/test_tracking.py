@@ -17,9 +17,15 @@ import yaml
 from mlflow import MlflowClient
 
 from trainer.config import MlflowConfig
-from trainer.tracking import (
+from trainer.delivery import (
     POINTS,
     Delivery,
+    is_due,
+    metric_name,
+    read_params,
+    read_points,
+)
+from trainer.tracking import (
     State,
     Status,
     Tracker,
@@ -27,10 +33,6 @@ from trainer.tracking import (
     dashboard_command,
     finish_parent,
     flatten,
-    is_due,
-    metric_name,
-    read_params,
-    read_points,
     start_parent,
     sync,
 )

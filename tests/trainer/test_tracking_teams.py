@@ -1,6 +1,7 @@
 """What teams ask of tracking: a server with a token, names and tags, system metrics."""
 
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 
 from configs.loader import ConfigError, load
 from trainer.config import MlflowConfig
-from trainer.tracking import State, Tracker, read_tags
+from trainer.delivery import read_tags
+from trainer.tracking import State, Tracker
 
 TOKEN = "secret-token-7f3a"
 
@@ -92,21 +94,21 @@ def test_run_has_its_name_its_tags_and_system_metrics(folder, monkeypatch):
     tracker = Tracker(folder, settings)
     tracker.start()
     state = None
-    client = MlflowClient(uri)
     from tests.slurm import wait_for
 
     def has_system_metrics() -> bool:
         nonlocal state
         state = State.read(folder)
         if state is None or state.run_id is None:
-            return False
-        return "system/cpu_utilization_percentage" in client.get_run(state.run_id).data.metrics
+            return False  # until then the store's tables are not there
+        run = MlflowClient(uri).get_run(state.run_id)
+        return "system/cpu_utilization_percentage" in run.data.metrics
 
     wait_for("system metrics", has_system_metrics, 120)
     assert tracker.close("FINISHED", timeout_s=60) is None
     assert state is not None
     assert state.run_id is not None
-    run = client.get_run(state.run_id)
+    run = MlflowClient(uri).get_run(state.run_id)
     assert run.info.run_name == "seed17"
     assert run.data.metrics["train/loss"] == 2.0
     expected = {"git": "abc123", "hosts": "n1, n2", "slurm.job_id": "77", "team": "nlp"}
@@ -116,3 +118,17 @@ def test_run_has_its_name_its_tags_and_system_metrics(folder, monkeypatch):
 
 def test_what_is_not_known_is_no_tag(tmp_path):
     assert read_tags(tmp_path) == {}
+
+
+def test_runs_that_begin_together_make_the_store_once(folder, tmp_path):
+    settings = MlflowConfig(uri=f"sqlite:///{tmp_path}/new/mlflow.db", experiment="e")
+    trackers = []
+    for number in range(3):
+        other = tmp_path / str(number)
+        shutil.copytree(folder, other)
+        trackers.append(Tracker(other, settings))
+    for tracker in trackers:
+        tracker.start()
+    assert [tracker.close("FINISHED", timeout_s=120) for tracker in trackers] == [None] * 3
+    for tracker in trackers:
+        assert "Error" not in (tracker.folder / "tracking.log").read_text()
