@@ -89,7 +89,9 @@ def make_plan(config: Config, *, world: int, vocab_size: int, kind: str = "cpu")
             round(share * stage.step_tokens),
             causal=causal,
         )
-        activations = _activations(config, vocab_size, factors.micro_batch, stage.seq_len, share)
+        activations = _activations(
+            config, vocab_size, factors.micro_batch, stage.seq_len, share, kind
+        )
         memory = replace(
             state.times(ALLOCATOR[kind]),
             activations=round(activations * ALLOCATOR[kind]),
@@ -112,10 +114,14 @@ def make_plan(config: Config, *, world: int, vocab_size: int, kind: str = "cpu")
     )
 
 
-def _activations(config: Config, vocab_size: int, rows: int, seq_len: int, share: float) -> int:
+def _activations(
+    config: Config, vocab_size: int, rows: int, seq_len: int, share: float, kind: str
+) -> int:
     # what does not shape them is left out, so that the search below finds them in the cache
+    precision = config.engine.precision
     engine = EngineConfig(
-        precision=config.engine.precision,
+        # they are counted as a CPU makes them, where bf16 has a form of attention of its own
+        precision="fp16" if kind == "gpu" and precision == "bf16" else precision,
         activation_checkpointing=config.engine.activation_checkpointing,
         logits_mib=config.engine.logits_mib,
     )

@@ -9,7 +9,7 @@ from configs.loader import load
 from launch.cli import build_parser, main
 from launch.devices import DEVICES, communication_bytes, step_seconds
 from launch.memory import Memory, activation_bytes, state_memory
-from launch.plan import USABLE, make_plan, smallest_change
+from launch.plan import ALLOCATOR, USABLE, make_plan, smallest_change
 from launch.plan_page import plan as print_plan
 from model.config import ModelConfig
 from model.heads import LanguageModel
@@ -91,7 +91,11 @@ def test_activations_grow_by_layers_and_shrink_by_checkpointing_and_half_precisi
     few, more = kept_and_peak(4), kept_and_peak(8)
     layer = (more - few) / 4
     assert layer == pytest.approx(512 * (12 * 64 + 2 * 256) * 4, rel=0.1)  # projections, GELU ...
-    assert kept_and_peak(8, precision="bf16") == pytest.approx(more / 2, rel=0.15)
+    halves = kept_and_peak(8, precision="fp16")
+    assert halves == pytest.approx(more / 2, rel=0.15)
+    # on a CPU attention keeps its weights in bf16, in place of outputs and their scale
+    kept = 8 * 512 * (2 * 128 * 2 - 64 * 2 - 2 * 4)
+    assert kept_and_peak(8, precision="bf16") - halves == pytest.approx(kept, rel=0.05)
     checkpointed = (kept_and_peak(8, activation_checkpointing=True)) - kept_and_peak(
         4, activation_checkpointing=True
     )
@@ -194,6 +198,18 @@ def test_printed_plan_says_what_is_not_ready(tmp_path):
     for expected in ("200,000", "1,536", "26.2 B", "ZeRO-1", "not ready: data/chinese"):
         assert expected in text
     assert not list(tmp_path.iterdir())  # a plan writes nothing
+
+
+def test_a_gpus_flash_attention_keeps_no_weights():
+    config = load(CONFIGS / "demo.yaml", ["engine.precision=bf16"])
+    cpu, gpu = (make_plan(config, world=2, vocab_size=300, kind=kind) for kind in ("cpu", "gpu"))
+    for ours, theirs in zip(cpu.stages, gpu.stages, strict=True):
+        kept = ours.memory.activations / ALLOCATOR["cpu"] - theirs.memory.activations
+        tokens = ours.factors.micro_batch * ours.stage.seq_len
+        a_token = (
+            config.model.num_heads * (2 * ours.stage.seq_len - 4) - 2 * config.model.hidden_size
+        )
+        assert 1 < kept / (config.model.num_layers * tokens * a_token) < 1.5  # and what turns them
 
 
 def test_a_plan_for_machines_that_are_not_at_hand():

@@ -16,7 +16,14 @@ from torch.nn.attention import varlen
 
 from model import pack as pack_module
 from model.kernels import attention
-from model.kernels.attention import attend, by_pieces, flash_attn, kernel_for, torch_varlen
+from model.kernels.attention import (
+    attend,
+    by_pieces,
+    by_products,
+    flash_attn,
+    kernel_for,
+    torch_varlen,
+)
 from model.pack import Pack
 from tests.model.helpers import difference
 from tests.model.test_attention import dense, random_qkv
@@ -147,3 +154,53 @@ def test_dropout_keeps_pieces_apart_and_the_mean() -> None:
     assert difference(mean, expected) < 0.05
     assert not mean[:3, 3:].any()
     assert not mean[3:, :3].any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(1,), (40,) * 7, (130, 130), (300,), (5, 20, 9)])
+def test_products_are_attention(causal: bool, lengths: tuple[int, ...]) -> None:
+    """In fp64, where they are not used, for here they can be compared to the last digit."""
+    pack = Pack(lengths)
+    ((shape, mask),) = pack.calls
+    ours, theirs = (random_qkv(sum(lengths)).requires_grad_() for _ in range(2))
+    if causal and mask is not None:
+        mask = mask.tril()
+    q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in ours.unbind())
+    products = by_products(q, k, v, mask, causal=causal, dropout=0.0)
+    out = products.transpose(1, 2).flatten(0, 1)
+    expected = dense(*theirs.unbind(), lengths, causal=causal)
+    assert difference(out, expected) < 1e-13
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
+    gradients = [
+        torch.autograd.grad((y * weights).sum(), x)[0] for y, x in ((out, ours), (expected, theirs))
+    ]
+    assert difference(*gradients) < 1e-12
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_bf16_on_a_cpu_is_near_the_exact_form(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = (3, 9, 200, 64, 64, 520)
+    used = []
+    monkeypatch.setattr(
+        attention, "by_products", lambda *qkv, **how: used.append(1) or by_products(*qkv, **how)
+    )
+    low = random_qkv(sum(lengths)).bfloat16()
+    out = attend(*low.unbind(), Pack(lengths), causal=causal)
+    expected = dense(*low.double().unbind(), lengths, causal=causal)
+    assert out.dtype == torch.bfloat16
+    assert float((out.double() - expected).norm() / expected.norm()) < 6e-3
+    assert len(used) == 3  # all but the longest piece
+    used.clear()
+    attend(*low.float().unbind(), Pack(lengths), causal=causal)
+    assert not used
+
+
+def test_dropout_of_products_keeps_the_mean() -> None:
+    torch.manual_seed(0)
+    q, k, v = random_qkv(6).bfloat16().unbind()
+    draws = [attend(q, k, v, Pack((6,)), causal=False, dropout=0.5) for _ in range(2000)]
+    mean = torch.stack(draws).double().mean(0)
+    assert difference(mean, dense(q, k, v, (6,), causal=False)) < 0.1
+    assert len({float(draw.sum()) for draw in draws}) > 100
