@@ -11,18 +11,29 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, mib: int) -> Iterator[Path]:
-    """Mount a disk of so many MiB in memory at a folder; skip the test where that is forbidden."""
+    """Mount a disk of so many MiB in memory at a new folder; skip where that is forbidden."""
     if shutil.which("mount") is None:
         pytest.skip("cannot mount a small disk: there is no mount")
     folder.mkdir()
-    options = ("-t", "tmpfs", "-o", f"size={mib}m", "tmpfs")
-    done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"cannot mount a small disk: {done.stderr.strip()}")
+    try:
+        mount(folder, mib)
+    except subprocess.CalledProcessError as refused:
+        pytest.skip(f"cannot mount a small disk: {refused.stderr.strip()}")
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        unmount(folder)
+
+
+def mount(folder: Path, mib: int) -> None:
+    """Mount a disk in memory at a folder that is there."""
+    options = ("-t", "tmpfs", "-o", f"size={mib}m", "tmpfs")
+    subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=True)
+
+
+def unmount(folder: Path) -> None:
+    """Take it away, whoever still uses it."""
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def fill(ballast: Path) -> None:

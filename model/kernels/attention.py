@@ -11,10 +11,10 @@ to 0.74 of the time, at 8 tokens 0.5 to 0.9, at 16 tokens 0.73 to 0.95, from 32 
 1.05. Blocks of 256 or 512 tokens took up to 3.4 times as long.
 
 In bf16 torch's fused kernel is no faster than in fp32 on a CPU, so pieces up to 512 tokens are two
-products and a softmax (in fp32, its weights rounded) there: from 16 to 512 tokens 0.14 to 0.51 of
-its time, forward and backward, for the memory of the weights. Scores are rounded to bf16, which is
-what transformers' eager attention does: a relative error of 2.4e-3, 4.2e-3, 7.1e-3 for scores with
-a deviation of 0.25, 1, 2, where the fused kernel has 2e-3.
+products and a softmax (in fp32, its weights rounded) there: forward and backward 0.14 to 0.5 of its
+time where equal pieces share a call, 0.3 to 0.9 for a piece alone, for the memory of the weights.
+Scores are rounded to bf16, which is what transformers' eager attention does: a relative error of
+2.4e-3, 4.2e-3, 7.1e-3 for scores with a deviation of 0.25, 1, 2, where the fused kernel has 2e-3.
 
 Shapes: T tokens, H heads, D head size, B pieces of L tokens.
 """
@@ -34,6 +34,8 @@ LARGEST_HEAD = 256
 
 LONGEST_PRODUCT = 512
 """Longest piece whose weights a CPU computes whole, in bf16."""
+FEWEST_ROWS = 256
+"""Fewest rows of weights in a call: products are more calls, which cost more than few rows do."""
 CACHED = 256
 """Tokens at a time: more of them leave the cache."""
 
@@ -75,7 +77,7 @@ def by_pieces(
         q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in qkv)  # [B, H, L, D]
         if causal and mask is not None:
             mask = mask.tril()
-        if q.dtype == torch.bfloat16 and q.device.type == "cpu" and shape[1] <= LONGEST_PRODUCT:
+        if q.device.type == "cpu" and q.dtype == torch.bfloat16 and is_for_products(q):
             context_BHLD = by_products(q, k, v, mask, causal=causal, dropout=dropout)
         else:
             context_BHLD = F.scaled_dot_product_attention(
@@ -83,6 +85,12 @@ def by_pieces(
             )
         out.append(context_BHLD.transpose(1, 2).flatten(0, 1))
     return torch.cat(out) if out else v_THD
+
+
+def is_for_products(q_BHLD: Tensor) -> bool:
+    """Whether two products in bf16 take less time on a CPU than its fused kernel."""
+    count, heads, length, _ = q_BHLD.shape
+    return length <= LONGEST_PRODUCT and count * heads * length >= FEWEST_ROWS
 
 
 def by_products(
@@ -100,7 +108,8 @@ def by_products(
         mask_LL = torch.ones(length, length, dtype=torch.bool, device=q_BHLD.device).tril()
     out = []
     inputs = (q_BHLD * q_BHLD.shape[3] ** -0.5, k_BHLD, v_BHLD)
-    for q, k, v in zip(*(x.split(max(1, CACHED // length)) for x in inputs), strict=True):
+    parts = (x.contiguous().split(max(1, CACHED // length)) for x in inputs)  # copied once, here
+    for q, k, v in zip(*parts, strict=True):
         scores_BHLL = q @ k.mT
         if mask_LL is not None:
             scores_BHLL = scores_BHLL.masked_fill(~mask_LL, -torch.inf)

@@ -1,6 +1,7 @@
 """Shards at s3:// and gs://, through their own clients, from servers on loopback."""
 
 import logging
+import socketserver
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -45,6 +46,8 @@ def gs_server(patch: pytest.MonkeyPatch) -> Iterator[AbstractFileSystem]:
     from gcp_storage_emulator.server import create_server
 
     port = free_port()
+    # readers that have enough hang up, and it would print a traceback for each
+    patch.setattr(socketserver.BaseServer, "handle_error", lambda *_: None)
     server = create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
     server.start()
     patch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
