@@ -214,7 +214,7 @@ class _Noted:
     def update(self, kind: bytes, content: "bytes | memoryview") -> None:
         """Read a header of its own; a ValueError says what is wrong with it."""
         if kind == LONG_NAME:
-            self.name = bytes(content).rstrip(b"\0")
+            self._rename(bytes(content).rstrip(b"\0"))
         if kind not in (PAX, PAX_SUN, PAX_GLOBAL):
             return
         rest = bytes(content)
@@ -226,11 +226,18 @@ class _Noted:
             self._note(record[2], rest[record.end() : length - 1], kind == PAX_GLOBAL)
             rest = rest[length:]
 
+    def _rename(self, name: bytes) -> None:
+        if not name or b"\0" in name:
+            raise ValueError("a long name that is empty or has NUL bytes")
+        if self.name is not None:
+            raise ValueError("a second long name for the same member")
+        self.name = name
+
     def _note(self, key: bytes, value: bytes, is_global: bool) -> None:
         if is_global and key in (b"path", b"size"):
             raise ValueError(f"a pax header with one {key.decode()} for all members")
         if key == b"path":
-            self.name = value
+            self._rename(value)
         elif key == b"size":
             if not value.isdigit() or len(value) > 18:
                 raise ValueError(f"a pax header with the size {value[:20]!r}")

@@ -72,6 +72,16 @@ def test_prefixes_folders_and_large_sizes() -> None:
     assert read(bytes(header)) == {"a": b"x" * 600}
 
 
+@pytest.mark.parametrize("name", [b"", b"folder/a\0b", b"\0" * 3], ids=["no", "cut", "blank"])
+def test_a_long_name_that_is_damaged_is_not_replaced_by_the_short_one(name: bytes) -> None:
+    content = make_tar({"d" * 150: b"text"}, tarfile.GNU_FORMAT)
+    damaged = content[:512] + name.ljust(512, b"\0") + content[1024:]
+    with pytest.raises(ArchiveError, match="byte 0: a long name that is empty or has NUL bytes"):
+        read(damaged)
+    with pytest.raises(ArchiveError, match="byte 1024: a second long name for the same member"):
+        read(content[:1024] + content)
+
+
 SHARD = make_tar({f"{n}.txt": bytes([65 + n]) * (400 + 300 * n) for n in range(6)})
 END = len(SHARD.rstrip(b"\0"))
 END += -END % 512
