@@ -214,7 +214,10 @@ class _Noted:
     def update(self, kind: bytes, content: "bytes | memoryview") -> None:
         """Read a header of its own; a ValueError says what is wrong with it."""
         if kind == LONG_NAME:
-            self._rename(bytes(content).rstrip(b"\0"))
+            name = bytes(content)
+            if not name.endswith(b"\0"):
+                raise ValueError("a long name without its end")
+            self._rename(name.rstrip(b"\0"))
         if kind not in (PAX, PAX_SUN, PAX_GLOBAL):
             return
         rest = bytes(content)

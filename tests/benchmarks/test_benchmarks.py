@@ -134,19 +134,22 @@ def test_the_gpu_benchmark_says_that_there_is_no_gpu(capsys):
 
 
 def small_runs():
-    from tests.benchmarks import huggingface, overhead
+    from tests.benchmarks import huggingface, overhead, tracking
 
     rows = huggingface.measure(
         "tiny", "roformer", "fp32", "short", batch=4, steps=1, turns=2, threads=1
     )
     over = overhead.measure("tiny", "fp32", 0, rows=1, steps=1, threads=1, tracking=False)
-    return rows, over
+    return rows, over, tracking.measure("refused", steps=1, turns=1)
 
 
-def test_both_trainers_train_on_the_same_documents_and_targets():
+def test_trainers_get_the_same_documents_and_targets_and_each_point_arrives_once():
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        (random, grouped), overhead = pool.submit(small_runs).result(timeout=300)
+        (random, grouped), overhead, tracked = pool.submit(small_runs).result(timeout=300)
     assert random["loss_difference"] < 1e-5  # another document, mask or update would show
     assert random["padded_to_real"] > grouped["padded_to_real"] >= 1
     assert overhead["ratio"].median > 0
     assert overhead["parts"]["trainer"].keys() == overhead["parts"]["bare"].keys()
+    assert tracked["ratio"].median > 0
+    assert tracked["told"] is not None  # nobody listened, and the run's end says so
+    assert tracked["points"] == tracked["steps"] == 9

@@ -80,6 +80,8 @@ def test_a_long_name_that_is_damaged_is_not_replaced_by_the_short_one(name: byte
         read(damaged)
     with pytest.raises(ArchiveError, match="byte 1024: a second long name for the same member"):
         read(content[:1024] + content)
+    with pytest.raises(ArchiveError, match="byte 0: a long name without its end"):
+        read(content[:512] + b"x" * 512 + content[1024:])
 
 
 SHARD = make_tar({f"{n}.txt": bytes([65 + n]) * (400 + 300 * n) for n in range(6)})
