@@ -61,7 +61,7 @@ def make_config(folder: Path, steps: int) -> Path:
         "model": sizes | {"max_positions": 256, "dropout": 0.0},
         "curriculum": {"stages": [stage]},
         "engine": {"device_tokens": 2048},
-        "tracking": {"mlflow": {"uri": None}},
+        "tracking": {"every_steps": 1, "mlflow": {"uri": None}},
         "checkpoint": {"every_steps": 0},
     }
     path = folder / "config.yaml"
