@@ -1,12 +1,16 @@
 """Memory as `roformer plan` says it, and as ranks on CPUs measure it.
 
-    python -m tests.benchmarks.plan_memory [fp32|bf16]
+    python -m tests.benchmarks.plan_memory [--precision bf16] [--turns 3]
+    python -m tests.benchmarks.plan_memory --sizes "86 M" --ranks 1 --zero 0 --turns 9
 
-Three sizes of model, ZeRO 0 to 3, one and two ranks: 24 runs of four steps, some minutes.
+Three sizes of model, ZeRO 0 to 3, one and two ranks: 24 cases of four steps, some minutes a turn.
+A case is measured once a turn, and its row gives the median and the range.
 """
 
+import argparse
+import itertools
+import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -22,10 +26,41 @@ from tests.integration.processes import read_records, roformer
 
 SIZES = {"3 M": (4, 256, 2048), "26 M": (8, 512, 2048), "86 M": (12, 768, 1024)}
 """Parameters: layers, hidden size, tokens of a micro-batch."""
+VOCAB_SIZE = load_tokenizer(TokenizerConfig(kind="bytes")).vocab_size
 
 
-def measure(folder: Path, precision: str) -> None:
+def main() -> None:
     """Print predicted and measured memory of every case, as rows of Markdown."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=tuple(SIZES))
+    parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2))
+    parser.add_argument("--zero", nargs="+", type=int, choices=range(4), default=range(4))
+    parser.add_argument("--turns", type=int, default=1)
+    arguments = parser.parse_args()
+    print("| parameters | ranks | ZeRO | planned MiB | measured MiB | |\n|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        config = write_project(folder)
+        cases = itertools.product(arguments.sizes, arguments.ranks, arguments.zero)
+        for size, world, stage in cases:
+            words = overrides(size, world, stage, folder, arguments.precision)
+            plan = make_plan(load(config, words), world=world, vocab_size=VOCAB_SIZE)
+            planned = plan.fullest.memory.device / 2**20
+            peaks = sorted(measure(config, words, folder) for _ in range(arguments.turns))
+            measured = statistics.median(peaks)
+            spread = f" ({peaks[0]:,.0f}-{peaks[-1]:,.0f})" if len(peaks) > 1 else ""
+            print(
+                f"| {size} | {world} | {stage} | {planned:,.0f} | {measured:,.0f}{spread} "
+                f"| {planned / measured - 1:+.1%} |",
+                flush=True,
+            )
+
+
+def write_project(folder: Path) -> Path:
+    """Write shards and the config of every case."""
     tokenizer = load_tokenizer(TokenizerConfig(kind="bytes"))
     write_shards(
         *(make_documents(60, seed=5), tokenizer, folder / "shards"),
@@ -34,34 +69,32 @@ def measure(folder: Path, precision: str) -> None:
     config = folder / "config.yaml"
     data = {"lanes": 8, "train": str(folder / "shards")}
     config.write_text(yaml.safe_dump(TINY | {"data": data}))
-    print("| parameters | ranks | ZeRO | planned MiB | measured MiB | |\n|---|---|---|---|---|---|")
-    for size, (layers, width, tokens) in SIZES.items():
-        for world in (1, 2):
-            for stage in range(4):
-                words = [
-                    *(f"run.dir={folder}", f"run.name=r{layers}-{world}-{stage}"),
-                    *(f"model.num_layers={layers}", f"model.hidden_size={width}"),
-                    *(f"model.num_heads={width // 64}", f"model.intermediate_size={4 * width}"),
-                    *(f"engine.zero_stage={stage}", f"engine.device_tokens={tokens}"),
-                    *(f"launch.num_processes={world}", "checkpoint.every_steps=0"),
-                    f"engine.precision={precision}",
-                    "curriculum.stages=[{name: a, seq_len: 64, steps: 4, "
-                    f"global_batch: {tokens // 64 * world}}}]",
-                ]
-                done = roformer("train", config, *words)
-                assert done.returncode == 0, done.stdout
-                run = folder / f"r{layers}-{world}-{stage}"
-                measured = read_records(run)[-1]["memory/peak_gib"] * 1024
-                subprocess.run(["rm", "-r", str(run / "checkpoints")], check=True)
-                plan = make_plan(load(config, words), world=world, vocab_size=tokenizer.vocab_size)
-                planned = plan.fullest.memory.device / 2**20
-                error = f"{planned / measured - 1:+.1%}"
-                print(
-                    f"| {size} | {world} | {stage} | {planned:,.0f} | {measured:,.0f} | {error} |"
-                )
-                sys.stdout.flush()
+    return config
+
+
+def overrides(size: str, world: int, stage: int, folder: Path, precision: str) -> list[str]:
+    """Return what a case's config has of its own."""
+    layers, width, tokens = SIZES[size]
+    return [
+        *(f"run.dir={folder}", "run.name=case"),
+        *(f"model.num_layers={layers}", f"model.hidden_size={width}"),
+        *(f"model.num_heads={width // 64}", f"model.intermediate_size={4 * width}"),
+        *(f"engine.zero_stage={stage}", f"engine.device_tokens={tokens}"),
+        *(f"launch.num_processes={world}", "checkpoint.every_steps=0"),
+        f"engine.precision={precision}",
+        "curriculum.stages=[{name: a, seq_len: 64, steps: 4, "
+        f"global_batch: {tokens // 64 * world}}}]",
+    ]
+
+
+def measure(config: Path, words: list[str], folder: Path) -> float:
+    """Train, and return the peak of the fullest rank in MiB."""
+    done = roformer("train", config, *words)
+    assert done.returncode == 0, done.stdout
+    peak = read_records(folder / "case")[-1]["memory/peak_gib"] * 1024
+    subprocess.run(["rm", "-r", str(folder / "case")], check=True)
+    return float(peak)
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as temporary:
-        measure(Path(temporary), (sys.argv[1:] or ["fp32"])[0])
+    main()
