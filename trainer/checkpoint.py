@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -145,7 +145,8 @@ class Save:
         self._world = world
         self._entries: list[tuple[str, int, str]] = []
         self._problem: str | None = None
-        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
     @property
@@ -161,9 +162,12 @@ class Save:
 
         Raises:
             SaveFailed: On all ranks, where the disk refused a part; the folder is removed then.
+            BaseException: On this rank, what else ended the writing of its part.
         """
         started = time.perf_counter()
         self._thread.join()
+        if self._error is not None:
+            raise self._error
         parts = gather_from_ranks((self._problem, self._entries))
         problem = next((problem for problem, _ in parts if problem), None)
         if self._world.is_first:
@@ -176,8 +180,15 @@ class Save:
                 _remove(self.folder)
             raise SaveFailed(f"no checkpoint of step {self.step}: {problem}")
 
+    def _run(self) -> None:
+        """Be the thread: whatever ends it is told, or a part would be missing and nobody say so."""
+        try:
+            self._write()
+        except BaseException as error:
+            self._error = error
+
     def _write(self) -> None:
-        """Write this rank's part, in a thread."""
+        """Write this rank's part."""
         rank, size = self._world.rank, self._world.size
         file = self.folder / f"parameters-{rank:05d}-of-{size:05d}.safetensors"
         try:
@@ -187,8 +198,8 @@ class Save:
                 file = self.folder / "state.json"
                 _write_json(file, self._data)
                 self._entries.append((file.name, *_fingerprint(file)))
-        except Exception as error:  # any: or its part would be missing, and nobody say so
-            self._problem = f"{file}: {getattr(error, 'strerror', None) or error or type(error)}"
+        except (OSError, SafetensorError) as error:
+            self._problem = f"{file}: {getattr(error, 'strerror', None) or error}"
         self._tensors = {}
 
     def _complete(

@@ -17,7 +17,7 @@ from trainer.checkpoint import (
     set_aside_after,
     step_of,
 )
-from trainer.distributed import world_from_environment
+from trainer.distributed import World, world_from_environment
 from trainer.state import TrainState
 
 
@@ -148,3 +148,20 @@ def test_a_look_at_sizes_sees_no_flipped_byte_and_a_full_one_does(root):
     assert damage(root / "step-00000010") is not None
     cut(root / "step-00000010" / "state.json")
     assert damage(root / "step-00000010", in_full=False) is not None
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room for a copy"), SystemExit(3)])
+def test_what_ends_the_writing_unforeseen_is_raised_and_nothing_is_completed(
+    tmp_path, monkeypatch, error
+):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    folder = tmp_path / "step-00000003"
+    folder.mkdir()
+    saving = Save(folder, {}, {"step": 3}, World(rank=0, size=1, local_rank=0), 0.0)
+    with pytest.raises(type(error)) as raised:
+        saving.finish(keep=1)
+    assert raised.value is error
+    assert complete(tmp_path) == []
