@@ -241,7 +241,7 @@ def write_project(folder: Path) -> Path:
         "run": {**TINY["run"], "dir": str(folder / "runs")},
         "data": {"train": str(folder / "train"), "eval": str(folder / "eval"), "lanes": 8},
         "checkpoint": {"every_steps": INTERVAL, "keep": 3},
-        "engine": {**TINY["engine"], "timeout_s": 120},  # ends one that hangs in a wait for data
+        "engine": {**TINY["engine"], "timeout_s": 120},  # ends one that hangs at its start
     }
     file = folder / "chaos.yaml"
     file.write_text(yaml.safe_dump(config))
