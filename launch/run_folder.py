@@ -63,7 +63,7 @@ def folder_problems(config: Config) -> Iterator[str]:
         return
     if (folder / LOCK).exists():
         try:
-            lock_folder(folder).close()
+            lock_folder(folder, shared=True).close()
         except ValueError as error:
             yield str(error)
             return
@@ -158,15 +158,17 @@ def unwritable(path: Path) -> Path | None:
     return None if can_write else existing
 
 
-def lock_folder(folder: Path) -> TextIO:
+def lock_folder(folder: Path, *, shared: bool = False) -> TextIO:
     """Take a run's folder for this process alone, until the file returned is closed.
+
+    Or, `shared`, with others that only ask whether it is free, as all ranks of a start do at once.
 
     Raises:
         ValueError: If another process has it.
     """
-    lock = (folder / LOCK).open("a")
+    lock = (folder / LOCK).open("a+")  # NFS shares what can be read, and takes what can be written
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError:
         lock.close()
         raise ValueError(

@@ -253,6 +253,21 @@ def test_a_run_that_is_being_trained_is_left_alone(tiny_config, tmp_path, capsys
     lock_folder(folder).close()  # and free again
 
 
+def test_the_ranks_of_one_start_may_ask_for_the_folder_at_once(tiny_config, tmp_path):
+    from configs.loader import load
+    from launch.run_folder import folder_problems, lock_folder
+
+    folder, config = tmp_path / "runs" / "tiny", load(tiny_config, [])
+    folder.mkdir(parents=True)
+    with lock_folder(folder, shared=True):  # another rank asks
+        assert list(folder_problems(config)) == []
+        with pytest.raises(ValueError, match="another process"):
+            lock_folder(folder)
+    with lock_folder(folder):
+        (line,) = folder_problems(config)
+        assert "another process" in line
+
+
 def test_shards_of_another_size_than_the_index_says(building, tiny_config, tmp_path, capsys):
     assert main(["shards", str(building), "tokenizer.kind=bytes"]) == 0
     capsys.readouterr()
