@@ -30,10 +30,11 @@ LIVE = 1_000_000_000
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at its fullest moment, the backward pass of a later step."""
+    """Bytes of one rank at its fullest moment, in a later step."""
 
     weights: int
     gradients: int
+    """Beside the activations, with the buffers that they are reduced or turned to fp32 in."""
     optimizer: int
     """fp32 masters and both moments; on the host under `engine.offload`."""
     activations: int
@@ -68,27 +69,42 @@ def runtime_bytes(engine: EngineConfig, kind: str) -> int:
     return RUNTIME_MIB[kind][engine.zero_stage > 0] * 2**20
 
 
-def state_memory(num_parameters: int, engine: EngineConfig, world: int) -> Memory:
+def state_memory(
+    num_parameters: int,
+    engine: EngineConfig,
+    world: int,
+    *,
+    accumulation: int = 1,
+    activations: int = 0,
+) -> Memory:
     """Count the training state of one rank (Rajbhandari et al., arXiv 1910.02054, section 5).
 
     ZeRO-1 parts masters and moments over the ranks, ZeRO-2 gradients as well, ZeRO-3 everything.
     In fp32, ZeRO keeps a second, parted copy of the weights as masters. Seen in deepspeed 0.19
-    besides: without ZeRO, fp32 gradients are kept and not freed between steps; ZeRO 1 and 2 collect
-    gradients in a bucket and keep the parted sum; ZeRO-3 gathers the weights of up to
-    `stage3_max_live_parameters` for its passes, twice for a while, beside a whole gradient.
+    besides: without ZeRO, gradients take the place of `activations` (bytes) as these go, unless
+    those of another micro-batch are there already, and several ranks reduce them in a bucket, as
+    bf16 and fp16 copy them to fp32; ZeRO 1 and 2 collect gradients in a bucket and keep the parted
+    sum; ZeRO-3 gathers the weights of up to `stage3_max_live_parameters` for its passes, twice for
+    a while, beside a whole gradient.
     """
     low, stage = BYTES[engine.precision], engine.zero_stage
     zero = engine.deepspeed.zero_optimization
     bucket = min(num_parameters, zero.reduce_bucket_size or BUCKET)
     masters = 4 if engine.precision != "fp32" or stage > 0 else 0
     optimizer = num_parameters * (8 + masters) / (world if stage else 1)
-    weights = gradients = float(num_parameters * low)
-    if stage in (1, 2):
-        gradients = bucket * low + num_parameters * low / world
-    if stage == 3:
+    whole = float(num_parameters * low)
+    weights, parted = whole, whole / world
+    if stage == 0:
+        kept = whole if accumulation > 1 else max(0.0, whole - activations)
+        reduced = bucket * low if world > 1 else 0
+        in_fp32 = num_parameters * 4 if low < 4 else 0
+        gradients = kept + max(reduced, in_fp32)
+    elif stage < 3:
+        gradients = bucket * low + parted
+    else:
         live = min(num_parameters, zero.stage3_max_live_parameters or LIVE)
-        weights = num_parameters * low / world + 2 * live * low
-        gradients = (bucket + num_parameters) * low + num_parameters * low / world
+        weights = parted + 2 * live * low
+        gradients = bucket * low + whole + parted
     return Memory(
         round(weights), round(gradients), round(optimizer), 0, 0, engine.offload != "none"
     )

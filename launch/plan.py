@@ -71,7 +71,6 @@ def make_plan(config: Config, *, world: int, vocab_size: int, kind: str = "cpu")
     with torch.device("meta"):
         model = LanguageModel(config.model, vocab_size=vocab_size)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    state = state_memory(num_parameters, config.engine, world)
     stages = []
     for stage in build_stages(config.curriculum, config.optimizer, config.objective):
         factors = batch_factors(
@@ -91,6 +90,13 @@ def make_plan(config: Config, *, world: int, vocab_size: int, kind: str = "cpu")
         )
         activations = _activations(
             config, vocab_size, factors.micro_batch, stage.seq_len, share, kind
+        )
+        state = state_memory(
+            num_parameters,
+            config.engine,
+            world,
+            accumulation=factors.accumulation,
+            activations=activations,
         )
         memory = replace(
             state.times(ALLOCATOR[kind]),

@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=tuple(SIZES))
     parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2))
     parser.add_argument("--zero", nargs="+", type=int, choices=range(4), default=range(4))
+    parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--turns", type=int, default=1)
     arguments = parser.parse_args()
     print("| parameters | ranks | ZeRO | planned MiB | measured MiB | |\n|---|---|---|---|---|---|")
@@ -46,7 +47,8 @@ def main() -> None:
         config = write_project(folder)
         cases = itertools.product(arguments.sizes, arguments.ranks, arguments.zero)
         for size, world, stage in cases:
-            words = overrides(size, world, stage, folder, arguments.precision)
+            words = overrides(size, world, stage, arguments.accumulation)
+            words += [f"run.dir={folder}", f"engine.precision={arguments.precision}"]
             plan = make_plan(load(config, words), world=world, vocab_size=VOCAB_SIZE)
             planned = plan.fullest.memory.device / 2**20
             peaks = sorted(measure(config, words, folder) for _ in range(arguments.turns))
@@ -72,18 +74,16 @@ def write_project(folder: Path) -> Path:
     return config
 
 
-def overrides(size: str, world: int, stage: int, folder: Path, precision: str) -> list[str]:
+def overrides(size: str, world: int, stage: int, accumulation: int) -> list[str]:
     """Return what a case's config has of its own."""
     layers, width, tokens = SIZES[size]
     return [
-        *(f"run.dir={folder}", "run.name=case"),
+        *("run.name=case", "checkpoint.every_steps=0", f"launch.num_processes={world}"),
         *(f"model.num_layers={layers}", f"model.hidden_size={width}"),
         *(f"model.num_heads={width // 64}", f"model.intermediate_size={4 * width}"),
         *(f"engine.zero_stage={stage}", f"engine.device_tokens={tokens}"),
-        *(f"launch.num_processes={world}", "checkpoint.every_steps=0"),
-        f"engine.precision={precision}",
         "curriculum.stages=[{name: a, seq_len: 64, steps: 4, "
-        f"global_batch: {tokens // 64 * world}}}]",
+        f"global_batch: {tokens // 64 * world * accumulation}}}]",
     ]
 
 

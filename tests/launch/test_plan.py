@@ -55,11 +55,11 @@ def test_parameters_are_those_of_the_model():
 @pytest.mark.parametrize(
     ("stage", "precision", "weights", "gradients", "optimizer"),
     [
-        (0, "fp32", 4, 4, 8),
+        (0, "fp32", 4, 4 + 4, 8),
         (1, "fp32", 4, 4 + 4 / 4, 12 / 4),
         (2, "fp32", 4, 4 + 4 / 4, 12 / 4),
         (3, "fp32", 4 / 4 + 8, 8 + 4 / 4, 12 / 4),
-        (0, "bf16", 2, 2, 12),
+        (0, "bf16", 2, 2 + 4, 12),
         (1, "bf16", 2, 2 + 2 / 4, 12 / 4),
         (3, "bf16", 2 / 4 + 4, 4 + 2 / 4, 12 / 4),
     ],
@@ -69,6 +69,19 @@ def test_zero_parts_the_state_over_ranks(stage, precision, weights, gradients, o
     memory = state_memory(1000, engine, world=4)
     bytes_each = (memory.weights / 1000, memory.gradients / 1000, memory.optimizer / 1000)
     assert bytes_each == (weights, gradients, optimizer)
+
+
+def test_without_zero_gradients_take_the_place_of_activations_unless_they_accumulate():
+    engine = EngineConfig(zero_stage=0)
+
+    def gradients(**kwargs) -> float:
+        return state_memory(1000, engine, **{"world": 1} | kwargs).gradients / 1000
+
+    assert gradients() == 4
+    assert gradients(activations=1000) == 3
+    assert gradients(activations=9000) == 0
+    assert gradients(activations=9000, accumulation=2) == 4
+    assert gradients(activations=9000, world=2) == 4  # they are reduced in a bucket
 
 
 def test_buckets_and_offload_count():
