@@ -13,6 +13,7 @@ if __name__ == "__main__":  # from before the seconds that torch and deepspeed t
     hold_signals()
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -105,6 +106,13 @@ def train(path: Path, overrides: Sequence[str], log: RankLog) -> int:
     except (Diverged, SaveFailed) as error:
         tell(pulses, world.rank, str(error))  # says all: no traceback
         raise Failed(str(error)) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            tell_of_error(pulses, world.rank, error)
+            raise
+        full = f"{folder_of(mine.config)}: {os.strerror(error.errno)}; make room"
+        tell(pulses, world.rank, full)
+        raise Failed(full) from None
     except BaseException as error:
         tell_of_error(pulses, world.rank, error)
         raise

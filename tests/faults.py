@@ -136,8 +136,6 @@ class Injector:
             number = signal.SIGTERM if kind.startswith("term") else signal.SIGUSR1
             targets = {"launcher": os.getppid(), "parent": parent}
             os.kill(targets.get(kind.partition("_")[2], os.getpid()), number)
-        elif kind == "pause":
-            time.sleep(15)  # twice as long as a rank may be silent here
         elif kind == "fill":
             fill(self._folder / "ballast")
         elif kind == "free":
@@ -170,8 +168,9 @@ def install(injector: Injector) -> None:
         return original["train_step"](self, *args)
 
     def next_batches(self: Trainer, factors: Any, rows: Iterator[Any]) -> Any:
-        if injector.strike("data") == "stall":
-            rows = _stalled(rows)
+        wait_s = {"stall": 600.0, "pause": 15.0}.get(injector.strike("data") or "")
+        if wait_s is not None:
+            rows = _late(rows, wait_s)
         return original["next_batches"](self, factors, rows)
 
     def evaluate(self: Trainer, *args: Any) -> Any:
@@ -215,10 +214,12 @@ def install(injector: Injector) -> None:
     checkpoint.Save._complete = complete
 
 
-def _stalled(rows: Iterator[Any]) -> Iterator[Any]:
-    """Rows that come after ten minutes."""
-    time.sleep(600)
-    yield from rows
+def _late(rows: Iterator[Any], seconds: float) -> Iterator[Any]:
+    """Rows that come after a while."""
+    time.sleep(seconds)
+    # `yield from` would close them with this generator, after one step
+    for row in rows:  # noqa: UP028
+        yield row
 
 
 @contextmanager
