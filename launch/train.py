@@ -103,21 +103,23 @@ def train(path: Path, overrides: Sequence[str], log: RankLog) -> int:
     except Preempted:
         if not has_launcher:
             raise
-    except (Diverged, SaveFailed) as error:
-        tell(pulses, world.rank, str(error))  # says all: no traceback
-        raise Failed(str(error)) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except BaseException as error:
+        if (all_there_is := said_in_full(error, folder_of(mine.config))) is None:
             tell_of_error(pulses, world.rank, error)
             raise
-        full = f"{folder_of(mine.config)}: {os.strerror(error.errno)}; make room"
-        tell(pulses, world.rank, full)
-        raise Failed(full) from None
-    except BaseException as error:
-        tell_of_error(pulses, world.rank, error)
-        raise
+        tell(pulses, world.rank, all_there_is)
+        raise Failed(all_there_is) from None
     torch.distributed.destroy_process_group()
     return EXIT_OK
+
+
+def said_in_full(error: BaseException, folder: Path) -> str | None:
+    """Return the line of an error that needs no traceback: a full disk is no fault of the code."""
+    if isinstance(error, Diverged | SaveFailed):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.filename or folder}: {os.strerror(error.errno)}; make room"
+    return None
 
 
 def train_watched(mine: Attempt, world: World, stop: StopRequest, liveness: Liveness) -> None:

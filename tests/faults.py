@@ -41,6 +41,8 @@ ASKS = ("term", "usr1", "term_launcher", "usr1_launcher", "term_parent", "usr1_p
 """Kinds that ask it to save and end."""
 HARMS = ("nan_loss", "nan_gradient", "nan_weights", "full", "stall", "pause", "fill", "free")
 """full: one file is refused; fill, free: the disk of the marks has no room, or has it again."""
+LATE_S = {"stall": 600.0, "pause": 15.0}
+"""Kinds of late rows; a pause is twice as long as a rank may be silent here."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +170,8 @@ def install(injector: Injector) -> None:
         return original["train_step"](self, *args)
 
     def next_batches(self: Trainer, factors: Any, rows: Iterator[Any]) -> Any:
-        wait_s = {"stall": 600.0, "pause": 15.0}.get(injector.strike("data") or "")
-        if wait_s is not None:
-            rows = _late(rows, wait_s)
+        if (kind := injector.strike("data")) in LATE_S:
+            rows = _late(rows, LATE_S[kind])
         return original["next_batches"](self, factors, rows)
 
     def evaluate(self: Trainer, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A run on two ranks whose disk is really full: during saves, and all the time for a while."""
+"""Runs whose disk is really full: at the start, during saves, and all the time for a while."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,11 +7,11 @@ import pytest
 
 from tests.disks import small_disk
 from tests.faults import Fault, Plan
-from tests.integration.processes import read_records
+from tests.integration.processes import read_records, roformer
 from tests.integration.test_faults import checkpoints, start
 from trainer.checkpoint import damage
 
-pytestmark = [pytest.mark.xdist_group("faults"), pytest.mark.long]
+pytestmark = pytest.mark.xdist_group("faults")
 
 
 @pytest.fixture
@@ -20,6 +20,17 @@ def disk(tmp_path) -> Iterator[Path]:
         yield folder
 
 
+def test_a_start_on_a_full_disk_ends_with_a_line(tiny_config, tmp_path):
+    folder = tmp_path / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / ".config.yaml.tmp").symlink_to("/dev/full")  # what the run writes there has no room
+    done = roformer("train", tiny_config)
+    assert done.returncode == 1
+    assert f"{folder}: No space left on device; make room; " in done.stdout.splitlines()[-1]
+    assert "Traceback" not in done.stdout
+
+
+@pytest.mark.long
 def test_a_full_disk_ends_the_run_with_a_line_and_it_goes_on_once_there_is_room(disk, tiny_config):
     plan = Plan(disk / "marks", (Fault("fill", rank=0, step=8, phase="save"),))
     run = f"run.dir={disk / 'runs'}"
@@ -47,6 +58,7 @@ def test_a_full_disk_ends_the_run_with_a_line_and_it_goes_on_once_there_is_room(
     assert {record["step"] for record in read_records(folder)} == set(range(1, 13))
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(disk, tiny_config):
     """For longer than a rank may be silent, and for more lines than a block of the disk holds."""
     plan = Plan(

@@ -149,14 +149,24 @@ def test_a_host_that_is_not_started_is_named_by_the_others(cluster, tiny_config,
 
 
 @pytest.mark.long
-def test_deepspeeds_own_start_ends_where_a_host_is_out_of_reach(cluster, tiny_config, hostfile):
-    """Its own check asks one host alone; the ranks that met miss the others."""
-    hostfile.write_text("n1 slots=1\nn9 slots=1\n")
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        (("n9", "n1"), "host=n9 was not reachable"),
+        (("n1", "n9"), " while starting: rank 1, not started"),
+    ],
+    ids=("first", "second"),
+)
+def test_deepspeeds_own_start_ends_where_a_host_is_out_of_reach(
+    cluster, tiny_config, hostfile, hosts, said
+):
+    """It asks the first host alone whether ssh reaches it; the rank that started misses another."""
+    hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts))
     deepspeed = Path(sys.executable).parent / "deepspeed"
     words = [deepspeed, "--hostfile", hostfile, "--module", "launch.train", tiny_config]
     code, out = on_first_host(cluster, *words, "engine.timeout_s=5")
     assert code != 0
-    assert "host=n9 was not reachable" in out or " while starting: rank 1, not started" in out, out
+    assert said in out, out
     cluster.wait_until_empty()
 
 
